@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from torchtitan.grpo.config.hints import GONE, unknown_flag, unknown_name
+from torchtitan.grpo.config.earlier import GONE
+from torchtitan.grpo.config.hints import unknown_flag, unknown_name
 from torchtitan.grpo.config.keys import keys, table_keys
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.other_trainers import NAMES

@@ -30,4 +30,5 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
     hyperparameters.py   the configuration's learning rate, not the checkpoint's
     run_config.py      the configuration in a checkpoint, and which keys have changed since
     best.py            `[checkpoint] keep_best`
+    disk.py            what checkpoints take; a run begins only if its disk has room for one
 """

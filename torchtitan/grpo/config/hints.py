@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torchtitan.grpo.config.earlier import GONE
 from torchtitan.grpo.config.keys import keys, label, sections, shortened
 from torchtitan.grpo.config.other_trainers import NOT_THE_POLICY, entry_of
 from torchtitan.grpo.config.unsupported import honoured_keys, unsupported_by
@@ -22,37 +23,6 @@ REFUSED = {
     ),
 }
 """Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
-_MIN_P = "use [validation] top_p, or one of the set's own"
-GONE = {
-    "data.arithmetic_max": "write [data] source_args = { max = 39 }",
-    "data.arithmetic_operators": 'write [data] source_args = { operators = ["+"] }',
-    "data.arithmetic_question": 'write [data] source_args = { question = "{left}{operator}{right}=" }',
-    "data.overlong_prompts": "longer prompts are left out, and the log names the first; leave it out",
-    "data.size": "write [data] source_args = { size = 500 }",
-    "data.tasks": 'write [data] source_args = { tasks = ["chain_sum"] }',
-    "distill.timeout_seconds": "[rollout] request_timeout_seconds is the limit",
-    "grpo.clip_old_tokens": "asynchronous runs always clip them, since all learned better so; leave it out",
-    "grpo.replace_limit": "a step asks for four times [grpo] prompts_per_step groups at most; leave it out",
-    "lora.dropout": "it had to be 0; leave it out",
-    "metrics.validation_samples": "every held-out answer is written; leave it out",
-    "metrics.wandb_group": "set the environment variable WANDB_RUN_GROUP",
-    "metrics.wandb_name": "set the environment variable WANDB_NAME",
-    "ray.start_timeout_seconds": "[rollout] start_timeout_seconds is the limit",
-    "ray.step_timeout_seconds": "[debug] hang_seconds is the limit",
-    "ray.warmup_tokens": "ranks are warmed up by their longest row; leave it out",
-    "rollout.embedded_device": "the server is on a GPU if the trainer is: for another device start one by hand (python "
-    "-m torchtitan.grpo.engines.embedded --device cpu), and name its address in [rollout] urls",
-    "rollout.embedded_dtype": 'it is a flag of the server, as in [rollout] server_flags = ["--dtype", "float32"]',
-    "rollout.embedded_max_sequences": "it is a flag of the server, as in [rollout] server_flags = "
-    '["--max-sequences", "1024"]',
-    "rollout.episode_lease_seconds": "a quarter of [rollout] group_timeout_seconds is the limit",
-    "validation.min_p": _MIN_P,
-    "validation.sets.min_p": _MIN_P,
-    "weight_sync.bucket_mib_max": "set [weight_sync] buffer_memory_ratio: two buckets share it, of a GiB each at most",
-    "weight_sync.cadence": "leave it out: each version is sent, or the newest that is waiting",
-    "weight_sync.num_buffers": "leave it out: two buckets are in flight",
-}
-"""Keys of earlier versions, and what to do instead."""
 
 
 def unknown_name(section: str, name: str, value: Any) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.grpo.config.hints import GONE
+from torchtitan.grpo.config.earlier import GONE
 from torchtitan.grpo.config.job_config import Data, HeldOutSet, MixtureSource
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import Mismatch, check_value, range_problem, shortened, show, table_keys

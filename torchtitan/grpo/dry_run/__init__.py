@@ -4,11 +4,10 @@
                   arithmetic below as comments
       batch       answers, tokens, optimizer steps and packed rows of a step
       memory      the table of memory.py, on the machine of config/target.py
-      disk        of the checkpoints: disk.py
+      disk        of the checkpoints: checkpoint/disk.py
     copies.py     copies of the model on several nodes: one for each, if it fits
     memory.py     bytes of one rank at each moment of a step; the peak is the need
     activations.py  what autograd saves for a block, and what checkpointing keeps of it
-    disk.py       what checkpoints take; a run begins only if its disk has room for one
     shared_gpu.py trainer and server on one GPU (`[rollout] colocate`): what each takes, and whether both fit
     under_way.py  groups, answers and requests at once; the answers that the age leaves time for
 

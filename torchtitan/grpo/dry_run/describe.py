@@ -3,6 +3,7 @@
 import os
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.checkpoint.disk import disk_lines, mib
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import Job
@@ -11,7 +12,6 @@ from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
-from torchtitan.grpo.dry_run.disk import disk_lines, mib
 from torchtitan.grpo.dry_run.memory import memory_bytes, sent_bytes
 from torchtitan.grpo.dry_run.shared_gpu import shared_gpu_lines
 from torchtitan.grpo.dry_run.under_way import under_way_lines

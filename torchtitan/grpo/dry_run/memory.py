@@ -24,6 +24,7 @@ from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_to
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import Target, this_machine
 from torchtitan.grpo.dry_run.activations import block_activations, kept_activations
+from torchtitan.grpo.model.lora import adapter_parameters
 from torchtitan.grpo.policy.assignment import MOST_COPIES
 from torchtitan.grpo.policy.gradients import reduces_once
 
@@ -141,7 +142,7 @@ class _Rank:
         elsewhere = experts - experts // parallelism.expert_parallel_degree
         self.whole = math.ceil(self.parameters / tensor) - elsewhere * self.layers
         # Adapters. Under tensor parallelism each rank has one of the two matrices whole; here it has both.
-        self.adapter = adapter_parameters(source, block)
+        self.adapter = adapter_parameters(lora, block)
         self.trained = self.adapter * self.layers
         self.trained_here = math.ceil(self.trained / shards) if lora else self.local
         self.published = self.trained or self.parameters
@@ -340,12 +341,6 @@ def _document_copies(config: JobConfig, job: Job) -> float:
 def sent_bytes(config: JobConfig, target: Target) -> int:
     """Bytes per parameter of a weight update."""
     return {"float32": 4, "bfloat16": 2, "auto": 2 if target.cuda else 4}[config.weight_sync.dtype]
-
-
-def adapter_parameters(source: "ModelSource", block: nn.Module) -> int:
-    """Parameters of the adapters of one block; 0 without `[lora]`."""
-    lora = source.lora
-    return sum(lora.rank * sum(block.get_submodule(p).weight.shape) for p in lora.layers.values()) if lora else 0
 
 
 def _bucket_share(config: JobConfig, target: Target) -> int:

@@ -1,4 +1,4 @@
-"""Weights that are not finite are not trained and not saved (I9). `weight_sync.packer` sees to it that none are published."""
+"""Weights that are not finite are neither trained nor saved (I9). `weight_sync.packer` does not publish them."""
 
 from collections.abc import Mapping
 

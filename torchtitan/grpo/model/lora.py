@@ -77,6 +77,11 @@ def resolve_lora(lora_cfg: Any, adapter: "StateDictAdapter", block: nn.Module) -
     return Lora(lora_cfg.rank, lora_cfg.alpha, {name: path for name, path in found.items() if name in wanted})
 
 
+def adapter_parameters(lora: Lora | None, block: nn.Module) -> int:
+    """Parameters of the adapters of one block; 0 without any."""
+    return sum(lora.rank * sum(block.get_submodule(p).weight.shape) for p in lora.layers.values()) if lora else 0
+
+
 class LoraLinear(nn.Linear):
     """y = x W^T + b + scaling (x A^T) B^T: W [out, in] and b are frozen, A [rank, in] and B [out, rank] are trained.
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
+from torchtitan.grpo.checkpoint.disk import check_disk
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.jobs import Job, check_same_job
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
-from torchtitan.grpo.dry_run.disk import check_disk
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.model.finite import check_finite
 from torchtitan.grpo.model.flops import TrainingFlops

@@ -9,8 +9,8 @@ import torch
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.checkpoint.marker import markers
-from torchtitan.grpo.dry_run.memory import adapter_parameters
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.lora import adapter_parameters
 from torchtitan.grpo.process.disk_full import is_disk_full
 from torchtitan.tools.logging import logger
 
@@ -79,7 +79,7 @@ def check_disk(config: JobConfig, source: "ModelSource") -> None:
         model = source.build()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = list(model.layers.values())
-    each = checkpoint_bytes(config, parameters, len(layers) * adapter_parameters(source, layers[0]) or parameters)
+    each = checkpoint_bytes(config, parameters, len(layers) * adapter_parameters(source.lora, layers[0]) or parameters)
     if free < each:
         less = ", or set [checkpoint] export_hf = false" if checkpoint.export_hf else ""
         raise UserError(

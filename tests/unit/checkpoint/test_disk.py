@@ -12,10 +12,10 @@ import torch
 
 from tests.helpers import ROOT, TINY_QWEN3
 from torchtitan.config import JobConfig
+from torchtitan.grpo.checkpoint.disk import check_disk, disk_lines, free_bytes
 from torchtitan.grpo.checkpoint.marker import Marker
 from torchtitan.grpo.config.jobs import of_replay
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.dry_run.disk import check_disk, disk_lines, free_bytes
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import ModelSource, resolve_model
 
@@ -113,7 +113,7 @@ def test_a_replay_from_a_checkpoint_needs_no_room_for_one(tmp_path, monkeypatch)
     names = ["--model.hf_assets_path", str(TINY_QWEN3), "--model.weights", "random", "--job.dump_folder", str(tmp_path)]
     config = load_config([*names, *lengths, "--training.steps", "4"], dry_run="cpu")
     saved(tmp_path, 2)
-    monkeypatch.setattr("torchtitan.grpo.dry_run.disk.free_bytes", lambda folder: 0)
+    monkeypatch.setattr("torchtitan.grpo.checkpoint.disk.free_bytes", lambda folder: 0)
 
     def rollouts(*_: object) -> None:
         raise LookupError("the model is read")
