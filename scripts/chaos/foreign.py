@@ -25,10 +25,9 @@ from process_group import free_port
 
 from chaos import episodes
 from chaos.in_flight import FLAGS
-from chaos.processes import TINY, Broken, Server, Trainer, metric_lines, until
+from chaos.processes import TINY, Broken, Server, Trainer, metric_lines, saved_step, until
 from chaos.proxy import GENERATE, Proxy, Reply
 from chaos.report import Row, row
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.process.stopping import STOPPED
 
 FULL, GONE = "a full disk", "a terminal that goes away"
@@ -168,11 +167,11 @@ class Foreign:
             except Broken as error:
                 self.wrong.append(str(error))
                 return
-        steps, saved = [line["step"] for line in metric_lines(run)], complete_steps(run / "checkpoint")
-        lost = max(steps) - max(saved, default=0)
+        steps, saved = [line["step"] for line in metric_lines(run)], saved_step(run)
+        lost = max(steps) - saved
         self.lost = f"{lost} steps" if lost else "nothing"
         if lost:
-            self.wrong.append(f"step {max(steps)} is trained, and {saved} are saved")
+            self.wrong.append(f"step {max(steps)} is trained, and {saved} is saved")
         if steps != list(range(1, len(steps) + 1)):
             self.wrong.append("steps are missing in metrics.jsonl, or came twice")
         if self.written < (asked := sum(self.fallen[kind] for kind in episodes.MARKS)):

@@ -291,6 +291,17 @@ def metric_lines(folder: Path) -> list[dict]:
     return steps_of(text.split("\n")[:-1])
 
 
+def last_step(folder: Path) -> int:
+    """Of a run's metrics.jsonl; 0 before the first."""
+    return max((line["step"] for line in metric_lines(folder)), default=0)
+
+
+def saved_step(folder: Path) -> int:
+    """The newest complete checkpoint of a run, as far as its name says; 0 without any."""
+    markers = (folder / "checkpoint").glob("step-*/complete.json")
+    return max((int(path.parent.name[5:]) for path in markers if path.parent.name[5:].isdigit()), default=0)
+
+
 def steps_of(lines: list[str]) -> list[dict]:
     """Those of metrics.jsonl that belong to steps of training."""
     read = []

@@ -23,7 +23,7 @@ from typing import Any
 
 from chaos.aimed import Aim
 from chaos.parallel import in_processes
-from chaos.processes import GONE_S, Broken, Flags, Server, Trainer, metric_lines
+from chaos.processes import GONE_S, Broken, Flags, Server, Trainer, last_step, saved_step
 from chaos.report import Row, row
 from chaos.same_run import check_bits, check_ledger, check_prompts
 
@@ -254,7 +254,7 @@ class Campaign:
         aim = self._draw(run)
         launcher = self.launcher if aim.target == "torchrun" else "torchrun" if self.restarts else "ranks"
         scratch = self.folder / "scratch"
-        saved = self._saved(run)
+        saved = saved_step(run)
         how = self.ranks, launcher, aim, {"server": self.server}, self.restarts
         with Trainer(run, self.flags, scratch, *how) as trainer:
             self._time_first_step(trainer, saved, before)
@@ -279,9 +279,7 @@ class Campaign:
             self.server.wait_gone(30.0)
             self.server.start()
             self.server.wait_healthy()
-        lines = metric_lines(run)
-        step = max((line["step"] for line in lines), default=0)
-        point = Point(aim, seen, step, self._saved(run), ended - seen["time"])
+        point = Point(aim, seen, last_step(run), saved_step(run), ended - seen["time"])
         return status == 0, point
 
     def _restarted(self, run: Path, trainer: Trainer) -> Point | None:
@@ -295,10 +293,10 @@ class Campaign:
 
         point = None
         if trainer.wait(self.run_s, hit_is_gone) is None:
-            step = max((line["step"] for line in metric_lines(run)), default=0)
-            point = Point(trainer.aim, seen, step, self._saved(run), time.time() - seen["time"])
+            step = last_step(run)
+            point = Point(trainer.aim, seen, step, saved_step(run), time.time() - seen["time"])
             gone = time.monotonic()
-            if trainer.wait(self.run_s, lambda: any(line["step"] > step for line in metric_lines(run))) is None:
+            if trainer.wait(self.run_s, lambda: last_step(run) > step) is None:
                 point.back_s = time.monotonic() - gone
         if trainer.wait(self.run_s) != 0:
             raise Broken(f"torchrun did not bring the run to its end ({trainer.aim.describe()})\n{trainer.log[-6000:]}")
@@ -308,7 +306,7 @@ class Campaign:
     def _finish(self, run: Path, before: list[Point] | None = None) -> None:
         """Run to the end without a fault."""
         scratch = self.folder / "scratch"
-        saved = self._saved(run)
+        saved = saved_step(run)
         with Trainer(run, self.flags, scratch, self.ranks) as trainer:
             self._time_first_step(trainer, saved, before or [])
             if trainer.wait(self.run_s) != 0:
@@ -326,7 +324,7 @@ class Campaign:
                 now = metrics.stat().st_mtime_ns
             except FileNotFoundError:
                 return False
-            return now != stamp and (max((line["step"] for line in metric_lines(trainer.folder)), default=0) > saved)
+            return now != stamp and last_step(trainer.folder) > saved
 
         if trainer.wait(self.run_s, stepped) is None:
             before[-1].back_s = time.time() - trainer.started
@@ -338,7 +336,7 @@ class Campaign:
         targets = list(self.targets) or targets
         aim = Aim(draw.choice(targets), draw.choice(self.signals))
         if self.when == "steps":
-            saves_left = (STEPS - self._saved(run)) // INTERVAL
+            saves_left = (STEPS - saved_step(run)) // INTERVAL
             aim.event, aim.nth = SAVED, draw.randint(1, max(1, saves_left - 1))
             aim.delay_s = draw.uniform(0.01, 0.2)
             return aim
@@ -349,7 +347,7 @@ class Campaign:
             self.deck = sorted(event for event in self.counts if self._is_aimed_at(event))
             draw.shuffle(self.deck)
         aim.event = self.deck.pop()
-        left = (STEPS - self._saved(run)) / STEPS
+        left = (STEPS - saved_step(run)) / STEPS
         aim.nth = draw.randint(1, max(1, int(self.counts[aim.event] * left)))
         aim.delay_s = draw.choice([0.0, 0.0, draw.uniform(0.0, 0.03)])
         return aim
@@ -364,12 +362,6 @@ class Campaign:
 
     def _is_aimed_at(self, event: str) -> bool:
         return self.when != "save" or IN_A_SAVE in event
-
-    @staticmethod
-    def _saved(run: Path) -> int:
-        """The newest complete checkpoint, as far as its name says."""
-        markers = (run / "checkpoint").glob("step-*/complete.json")
-        return max((int(path.parent.name[5:]) for path in markers if path.parent.name[5:].isdigit()), default=0)
 
     # ---------------------------------------------------------------------------------------------- what must hold
 
