@@ -33,9 +33,9 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
-from torchtitan.grpo.policy.losses import route_sums
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.rows import PackedSample
+from torchtitan.grpo.policy.sums import route_sums
 from torchtitan.grpo.rollouts.buffer import StalenessBuffer
 from torchtitan.grpo.rollouts.environment import Turns, checked
 from torchtitan.grpo.rollouts.record import RolloutRecord, read_step

@@ -26,7 +26,8 @@ from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.policy.losses import mismatch_sums, policy_loss
+from torchtitan.grpo.policy.losses import policy_loss
+from torchtitan.grpo.policy.sums import mismatch_sums
 from torchtitan.grpo.reporting.console import FIELDS
 from torchtitan.grpo.reporting.sample_log import SampleLog, given_text
 from torchtitan.grpo.reporting.step_metrics import policy_metrics, rollout_metrics, validation_metrics

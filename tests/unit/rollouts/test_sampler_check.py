@@ -30,7 +30,7 @@ def config_of(max_age: int = 0, kv_kept: bool = False) -> JobConfig:
 
 
 def sums(**means: float | tuple[float, int] | list) -> tuple[list[str], dict[str, list[float]]]:
-    """Each server's mean or (mean, tokens), or a list of these by age, as `losses.server_sums` over all ranks."""
+    """Each server's mean or (mean, tokens), or a list of these by age, as `sums.server_sums` over all ranks."""
     by_age = [value if isinstance(value, list) else [value] for value in means.values()]
     pairs = [value if isinstance(value, tuple) else (value, TOKENS_MIN) for values in by_age for value in values]
     by_server = {"server_tokens": [n for _, n in pairs], "server_mismatch_abs_sum": [mean * n for mean, n in pairs]}

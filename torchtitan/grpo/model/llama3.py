@@ -4,11 +4,10 @@ Mistral without a sliding window computes what Llama does; `hf_config` refuses t
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from torchtitan.grpo.model.families import Family, Unsupported
@@ -118,11 +117,6 @@ def rope_to_hf(args: LlamaArgs) -> dict[str, Any]:
     }
 
 
-def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """torchtitan's plan."""
-    parallelize.apply_tp(model, tp_mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
-
-
 FAMILY = Family(
     model_cls=Llama,
     flavors={
@@ -133,7 +127,9 @@ FAMILY = Family(
     rope_to_hf=rope_to_hf,
     rope_types=("default", "llama3"),
     adapter_cls=LlamaAdapter,
-    apply_tensor_parallel=apply_tensor_parallel,
+    apply_tensor_parallel=functools.partial(
+        parallelize.apply_tp, loss_parallel=True, enable_float8_tensorwise_tp=False
+    ),
     apply_compile=parallelize.apply_compile,
     kept_operations=frozenset(parallelize._op_sac_save_list),
 )

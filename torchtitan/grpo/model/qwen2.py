@@ -77,7 +77,7 @@ FAMILY = dataclasses.replace(
     args_from_hf=args_from_hf,
     adapter_cls=Qwen2Adapter,
     # Without norms of queries and keys a rank's heads need no DTensors: Llama's plan. It cuts biases like outputs.
-    apply_tensor_parallel=llama3.apply_tensor_parallel,
+    apply_tensor_parallel=llama3.FAMILY.apply_tensor_parallel,
     apply_compile=llama3.FAMILY.apply_compile,
     # A linear layer with a bias is one addmm.
     kept_operations=llama3.FAMILY.kept_operations | {torch.ops.aten.addmm.default},

@@ -1,12 +1,10 @@
 """Qwen3, dense: torchtitan's model as it is."""
 
+import functools
 from typing import Any
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
-from torchtitan.config.job_config import Compile
 from torchtitan.grpo.model.families import Family
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, qwen3_args
@@ -40,23 +38,6 @@ def rope_to_hf(args: Qwen3ModelArgs) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": float(args.rope_theta)}
 
 
-def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """torchtitan's plan."""
-    parallelize.apply_non_moe_tp(
-        model,
-        tp_mesh,
-        loss_parallel=True,
-        enable_float8_tensorwise_tp=False,
-        enable_async_tp=False,
-        cp_enabled=False,
-    )
-
-
-def apply_compile(model: nn.Module, config: Compile) -> None:
-    """torchtitan's, block by block."""
-    parallelize.apply_compile(model, config, ep_enabled=False)
-
-
 FAMILY = Family(
     model_cls=Qwen3Model,
     flavors={name: args for name, args in qwen3_args.items() if not args.moe_enabled},
@@ -64,7 +45,13 @@ FAMILY = Family(
     rope_to_hf=rope_to_hf,
     rope_types=("default",),
     adapter_cls=Qwen3Adapter,
-    apply_tensor_parallel=apply_tensor_parallel,
-    apply_compile=apply_compile,
+    apply_tensor_parallel=functools.partial(
+        parallelize.apply_non_moe_tp,
+        loss_parallel=True,
+        enable_float8_tensorwise_tp=False,
+        enable_async_tp=False,
+        cp_enabled=False,
+    ),
+    apply_compile=functools.partial(parallelize.apply_compile, ep_enabled=False),
     kept_operations=frozenset(parallelize._op_sac_save_list),
 )

@@ -4,7 +4,8 @@ groups of samples, scored                       data/, rollouts/, rewards/
   batch.py       rewards shaped, samples chosen and weighted, minibatches split
   advantages.py  rewards of a group -> advantages
   distillation.py  a teacher's log-probabilities -> advantages of tokens
-  losses.py      PPO, GSPO, CISPO, KL, importance correction (pure functions on [T])
+  losses.py      PPO, GSPO, CISPO, KL, importance correction (pure functions on [T]); ratios.py: ratios stay finite
+  sums.py        what is measured of a row's tokens: mismatch, by age and by server
   rows.py        PackedSample -> PackedRow, on the host; microbatch.py: PackedRow -> Microbatch, on the device
   packing.py     samples -> rows of equal cost on every rank; assignment.py: which row gets which
   kl_reward.py   with `kl_placement = "reward"`: advantages of rewards less the KL

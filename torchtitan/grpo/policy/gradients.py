@@ -7,8 +7,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.policy.losses import route_sums
 from torchtitan.grpo.policy.microbatch import Microbatch
+from torchtitan.grpo.policy.sums import route_sums
 
 SMALL_MODEL = 1_000_000_000
 """Parameters up to which `[training] reduce_gradients = "auto"` means `"step"`, which costs 6 bytes each in bfloat16.

@@ -15,12 +15,12 @@ from torch import Tensor
 from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.policy.advantages import check_baseline
 from torchtitan.grpo.policy.microbatch import Microbatch
+from torchtitan.grpo.policy.ratios import k3, ratio_of
+from torchtitan.grpo.policy.sums import age_sums, mismatch_sums, server_sums
 from torchtitan.grpo.policy.teacher_loss import teacher_sums, top_k_kl
 from torchtitan.grpo.process.import_path import load_function, trial
 
 KLEstimator = Literal["k1", "k2", "k3"]
-
-LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan
 
 
 def importance_weights(
@@ -42,10 +42,6 @@ def importance_weights(
     Returns:
         The weight, and bool [T]: whether the ratio was out of bounds.
     """
-    if correction not in ("none", "truncate", "mask"):
-        raise ValueError(f"unknown correction {correction!r}: use 'none', 'truncate' or 'mask'")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"unknown level {level!r}: use 'token' or 'sequence'")
     if correction == "none":
         return torch.ones_like(trainer_logprobs), torch.zeros_like(trainer_logprobs, dtype=torch.bool)
     log_ratio = (trainer_logprobs - sampler_logprobs).detach()
@@ -65,7 +61,7 @@ def past_the_clip(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor
     """
     if grpo.policy_loss != "ppo" or grpo.proximal_logprobs == "sampler":
         return torch.zeros_like(ages, dtype=torch.bool)  # with "sampler", the loss itself clips so
-    around = _clipped_surrogate(_ratio((logprobs - sampler_logprobs).detach()), advantages, grpo)
+    around = _clipped_surrogate(ratio_of((logprobs - sampler_logprobs).detach()), advantages, grpo)
     return (around.clipped_low | around.clipped_high) & (ages > 0)
 
 
@@ -74,16 +70,12 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 
     k1 = log p/q, unbiased; k2 = (log p/q)^2 / 2, biased, low variance; k3 = q/p - 1 - log q/p, unbiased and never
     negative. As a loss term, k1's own gradient is zero in expectation: it belongs in the reward. k3's gradient is
-    1 - q/p; beyond LOG_RATIO_BOUND k3 is constant, and its gradient 0 (see `_k3`).
+    1 - q/p; beyond `ratios.LOG_RATIO_BOUND` k3 is constant, and its gradient 0.
     """
     log_ratio = reference_logprobs - logprobs  # log q/p
     if estimator == "k1":
         return -log_ratio
-    if estimator == "k2":
-        return log_ratio.square() / 2
-    if estimator == "k3":
-        return _k3(log_ratio)
-    raise ValueError(f"unknown estimator {estimator!r}: use 'k1', 'k2' or 'k3'")
+    return log_ratio.square() / 2 if estimator == "k2" else k3(log_ratio)
 
 
 @dataclass
@@ -127,7 +119,7 @@ class PolicyLoss(Protocol):
 
 def ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_ids: Tensor, grpo: Grpo) -> TokenLosses:
     """PPO's clipped surrogate on token ratios (arXiv 1707.06347), as in GRPO; unequal bounds are DAPO's clip-higher."""
-    return _clipped_surrogate(_ratio(logprobs - old_logprobs), advantages, grpo)
+    return _clipped_surrogate(ratio_of(logprobs - old_logprobs), advantages, grpo)
 
 
 def gspo_loss(
@@ -140,7 +132,7 @@ def gspo_loss(
     """
     lengths = _sequence_sum(torch.ones_like(logprobs), sample_ids)
     mean_log_ratio = _sequence_sum(logprobs - old_logprobs, sample_ids) / lengths.clamp(min=1)
-    return _clipped_surrogate(_ratio(mean_log_ratio)[sample_ids], advantages, grpo)
+    return _clipped_surrogate(ratio_of(mean_log_ratio)[sample_ids], advantages, grpo)
 
 
 def cispo_loss(
@@ -150,7 +142,7 @@ def cispo_loss(
 
     The paper clips only from above: `[grpo] ratio_clip_min = 1.0` does that, because a ratio is never negative.
     """
-    ratio = _ratio(logprobs - old_logprobs).detach()
+    ratio = ratio_of(logprobs - old_logprobs).detach()
     low, high = 1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max
     losses = -ratio.clamp(low, high) * advantages * logprobs
     return TokenLosses(losses, ratio, ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
@@ -207,7 +199,7 @@ def _token_losses(result: TokenLosses | Tensor, logprobs: Tensor, old_logprobs: 
     """What a loss returned, with nothing clipped if it does not say."""
     if isinstance(result, Tensor):
         unclipped = torch.zeros_like(logprobs, dtype=torch.bool)
-        ratio = _ratio((logprobs - old_logprobs).detach())
+        ratio = ratio_of((logprobs - old_logprobs).detach())
         result = TokenLosses(result, ratio, unclipped, unclipped, unclipped)
     if not isinstance(result, TokenLosses):
         raise ValueError(f"it returned a {type(result).__name__}, not a tensor or TokenLosses")
@@ -280,7 +272,7 @@ def policy_loss(
         "clipped_high_tokens": total(result.clipped_high),
         "dual_clipped_tokens": total(result.dual_clipped),
         "ratio_sum": total(result.ratio),
-        "policy_kl_sum": total(_k3(log_ratio)),
+        "policy_kl_sum": total(k3(log_ratio)),
     }
     if kl is not None:
         metrics["kl_sum"] = total(kl)
@@ -362,94 +354,6 @@ def row_loss(
     return loss, sums
 
 
-def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Difference between sampler and trainer: detached sums over the tokens that have a weight (see `policy_loss`).
-
-    `mismatch_tokens` counts these. `mismatch_kl_sum` is the k3 estimate of KL(sampler || trainer) from the sampler's
-    tokens. `mismatch_abs_sum` is the absolute difference of log-probabilities.
-    """
-    trained = weights != 0
-    log_ratio = (trainer_logprobs - sampler_logprobs).detach().where(trained, 0)
-    return {
-        "mismatch_tokens": trained.sum().float(),
-        "mismatch_kl_sum": _k3(log_ratio).sum(),
-        "mismatch_abs_sum": log_ratio.abs().sum(),
-    }
-
-
-def age_sums(
-    trainer_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    weights: Tensor,
-    ages: Tensor,
-    max_age: int,
-    clipped: Tensor,
-) -> dict[str, Tensor]:
-    """The effect of staleness by age: detached sums, float64 [max_age + 1], over the tokens of each age with a weight.
-
-    With w = exp(trainer - sampler) of a token at every correction level: `age_tokens`, `age_ratio_sum` of w,
-    `age_ratio_squared_sum` of w^2, `age_clipped_tokens`, and `age_mismatch_kl_sum`, the k3 estimate of
-    KL(sampler || trainer). The effective sample size of n tokens, as a share, is (sum w)^2 / (n sum w^2).
-
-    Args:
-        ages: int64, from `Microbatch.ages`, clamped to 0..max_age.
-        clipped: bool, from `importance_weights`.
-    """
-    trained = weights != 0
-    log_ratio = (trainer_logprobs - sampler_logprobs).detach().double().where(trained, 0)
-    ratio = _ratio(log_ratio)
-    values = {
-        "age_tokens": torch.ones_like(ratio),
-        "age_ratio_sum": ratio,
-        "age_ratio_squared_sum": ratio.square(),
-        "age_clipped_tokens": clipped.double(),
-        "age_mismatch_kl_sum": _k3(log_ratio),
-    }
-    per_token = torch.stack(list(values.values())).where(trained, 0)
-    sums = per_token.new_zeros(len(values), max_age + 1).index_add(1, ages.clamp(0, max_age), per_token)
-    return dict(zip(values, sums, strict=True))
-
-
-def server_sums(
-    trainer_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    weights: Tensor,
-    ages: Tensor,
-    max_age: int,
-    servers: Tensor,
-    num_servers: int,
-) -> dict[str, Tensor]:
-    """Difference between each server and the trainer: detached sums over tokens with a weight.
-
-    Returns:
-        `server_tokens`, and `server_mismatch_abs_sum` of the absolute difference of log-probabilities. Both are float64
-        [num_servers * (max_age + 1)]: the first server's ages, then the second's.
-
-    Args:
-        ages: int64, from `Microbatch.ages`, clamped to 0..max_age.
-        servers: int64, from `Microbatch.servers`: 1 to num_servers, or 0 for a token that enters no sum.
-    """
-    trained = weights != 0
-    difference = (trainer_logprobs - sampler_logprobs).detach().double().abs()
-    per_token = torch.stack([torch.ones_like(difference), difference]).where(trained, 0)
-    of_token = servers * (max_age + 1) + ages.clamp(0, max_age)
-    sums = per_token.new_zeros(2, (num_servers + 1) * (max_age + 1)).index_add(1, of_token, per_token)
-    tokens, mismatch = sums[:, max_age + 1 :]
-    return {"server_tokens": tokens, "server_mismatch_abs_sum": mismatch}
-
-
-def route_sums(agrees: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """How often the trainer's routers would have chosen the sampler's experts: sums over the tokens with a weight.
-
-    `route_agreement_sum` has each token's share of layers that agree, `route_tokens_alike` counts those with all.
-
-    Args:
-        agrees: bool [A, layers], from `packed.make_packed`'s model.
-    """
-    agrees = agrees & (weights != 0)[:, None]
-    return {"route_agreement_sum": agrees.double().mean(1).sum(), "route_tokens_alike": agrees.all(1).sum().double()}
-
-
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:
     """-min(r A, clip(r) A); with `ratio_clip_c` (dual clip, arXiv 1912.09729) at most -c A where A < 0."""
     low, high = 1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max
@@ -462,21 +366,6 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLo
     clipped_low = negative & (ratio < low)
     clipped_high = (advantages > 0) & (ratio > high)
     return TokenLosses(losses, ratio.detach(), clipped_low, clipped_high, dual_clipped)
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    """exp(x) - 1 - x. From LOG_RATIO_BOUND on, where exp(x) would overflow, it stays at its value there: gradient 0.
-
-    The bound holds for both terms. If only exp(x) were bounded, -x would take over beyond: the value would fall, and
-    the gradient point away from the reference. verl bounds x the same way and the value by 10, so that its gradient is
-    0 from x = 2.6 on. TRL bounds neither.
-    """
-    log_ratio = log_ratio.clamp(max=LOG_RATIO_BOUND)
-    return log_ratio.expm1() - log_ratio
 
 
 def _sequence_sum(values: Tensor, sample_ids: Tensor) -> Tensor:

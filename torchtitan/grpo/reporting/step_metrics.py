@@ -169,8 +169,8 @@ def _rewards(answers: Iterable[dict[str, Any]]) -> list[float]:
 def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[str, float]:
     """Means and shares per trained answer token, from the sums of `losses.policy_loss` over all rows and ranks.
 
-    If the sums of `losses.age_sums` (lists by age) are there too, the same for each age that has tokens. With those of
-    `losses.server_sums`, the mismatch of each of `servers` that has tokens.
+    If the sums of `sums.age_sums` (lists by age) are there too, the same for each age that has tokens. With those of
+    `sums.server_sums`, the mismatch of each of `servers` that has tokens.
     """
     tokens, compared = max(sums["tokens"], 1.0), max(sums["mismatch_tokens"], 1.0)
     metrics = {

@@ -91,10 +91,6 @@ class PublishedWeights:
         """On the wire."""
         return self.tensors[0].spec.dtype
 
-    @property
-    def device(self) -> torch.device:
-        return self.parameters[self.tensors[0].parameter].device
-
 
 def whole(shape: torch.Size | tuple[int, ...]) -> Slices:
     """The box that is all of a parameter."""

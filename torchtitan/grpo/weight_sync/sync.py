@@ -82,9 +82,6 @@ class WeightSync:
         recompute_kv: `[async_grpo] recompute_kv_cache_after_weight_updates`.
         drain_timeout_s: `[rollout] request_timeout_seconds`: without `in_flight`, how long a server may take to finish
             its running answers.
-
-    Raises:
-        UserError: The weights are not on the trainer's device, or `transport` needs another one.
     """
 
     def __init__(
@@ -97,22 +94,12 @@ class WeightSync:
         recompute_kv: bool = True,
         drain_timeout_s: float = 600.0,
     ):
-        on_cuda = device.type == "cuda"
         self._published, self._config = published, config
         self._fleet = fleet
         self._device = device
         self._pause = Pause(in_flight, recompute_kv, drain_timeout_s)
-        self._backend = config.transport if config.transport != "auto" else "nccl" if on_cuda else "gloo"
+        self._backend = config.transport if config.transport != "auto" else "nccl" if device.type == "cuda" else "gloo"
         self._transport = TRANSPORTS[self._backend]
-        if self._transport.own_gpus and not on_cuda:
-            raise UserError(
-                f'[weight_sync] transport = "{self._backend}" needs a trainer on CUDA: use "auto" or "gloo"'
-            )
-        if published.device.type != device.type:
-            raise UserError(
-                f"[training] enable_cpu_offload: the weights lie on {published.device}, the trainer computes on "
-                f"{device}; weight sync needs them on the trainer's device"
-            )
         self._thread: Leader | Follower | None = None
         self._board: Board | None = None
         self._newest = -1
