@@ -157,14 +157,10 @@ class DiskFeed:
 class FolderLink(ReceiverLink):
     """A server that reads versions from a `DiskCopy`. There is no group: an HTTP reply acknowledges a version."""
 
-    def connect(self, plan_info: dict) -> None:
-        self._buckets = len(plan_info["plan"])
-        self._given = False
-        self._update = None
-        with self._phase("connect"):
-            info = plan_info | {"backend": "disk", "master_address": "", "master_port": 0, "rank_offset": 1}
-            info |= {"world_size": 1 + self.control.world_size(), "timeout_seconds": self.timeout_s}
-            self.control.init_transfer(info)
+    def _connect(self, plan_info: dict) -> None:
+        info = plan_info | {"backend": "disk", "master_address": "", "master_port": 0, "rank_offset": 1}
+        info |= {"world_size": 1 + self.control.world_size(), "timeout_seconds": self.timeout_s}
+        self.control.init_transfer(info)
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Have the server read the feed's version."""

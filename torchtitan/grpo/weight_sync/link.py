@@ -108,6 +108,13 @@ class ServerLink:
 
     def connect(self, plan_info: dict) -> None:
         """Form the connection with the server. `plan_info`: the fields of `InitInfo` that all servers share."""
+        self._buckets = len(plan_info["plan"])
+        self._given = False
+        self._update = None  # the last update's error must not explain failures from here on
+        with self._phase("connect"):
+            self._connect(plan_info)
+
+    def _connect(self, plan_info: dict) -> None:
         raise NotImplementedError
 
     def _own_address(self) -> str:
@@ -194,6 +201,10 @@ class ServerLink:
         with self._phase("finish"):
             self.control.finish_update(version_name(version))
         self._take_into_service(version, started)
+
+    def _listens(self) -> None:
+        """The server is ready for the update."""
+        self.seconds["pause"] = time.perf_counter() - self._started
 
     def _read(self, buckets: Sequence[Bucket], load: Callable[[], None]) -> None:
         """Have the server read a version from files: `load` waits for it. `wire` is 0, since reading is part of
@@ -283,7 +294,7 @@ class ReceiverLink(ServerLink):
         self._version = update_info["version"]
         with self._phase("start"):
             self.control.start_update()
-        self.seconds["pause"] = time.perf_counter() - self._started
+        self._listens()
         # One call covers the whole plan. Each bucket is bounded by `timeout_s`, and those bounds fire before this one.
         update_timeout_s = (self._buckets + 2) * self.timeout_s
         self._update = in_thread(lambda: self.control.update(update_info, update_timeout_s), "weight-sync-update")
@@ -293,19 +304,14 @@ class GroupLink(ReceiverLink):
     """A process group with the server. An update begins (the server's receive loop starts), posts each bucket with at
     most `num_buffers` on the wire, waits for the acknowledgement and finishes."""
 
-    def connect(self, plan_info: dict) -> None:
-        """See `ServerLink.connect`."""
-        self._buckets = len(plan_info["plan"])
-        self._given = False
-        self._update = None  # the last update's error must not explain failures from here on
-        with self._phase("connect"):
-            deadline = time.monotonic() + self.timeout_s
-            world_size = 1 + self.control.world_size()
-            address = self._own_address()
-            rendezvous = Rendezvous(self.backend, world_size, self.device, self.timeout_s, address)
-            info = plan_info | {"backend": self.backend, "master_address": address, "master_port": rendezvous.port}
-            info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self.timeout_s}
-            self._group = self._both_ends(lambda: self.control.init_transfer(info), rendezvous, deadline)
+    def _connect(self, plan_info: dict) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        world_size = 1 + self.control.world_size()
+        address = self._own_address()
+        rendezvous = Rendezvous(self.backend, world_size, self.device, self.timeout_s, address)
+        info = plan_info | {"backend": self.backend, "master_address": address, "master_port": rendezvous.port}
+        info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self.timeout_s}
+        self._group = self._both_ends(lambda: self.control.init_transfer(info), rendezvous, deadline)
 
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """See `ServerLink.update`."""

@@ -42,17 +42,18 @@ class SglangAdapterLink(SglangServerLink):
         Raises:
             UserError: They do not fit, or another run has the server.
         """
-        self._update, self._given = None, False
-        with self._phase("connect"):
-            info = AdapterInfo(**plan_info["adapter"])
-            specs = [spec for bucket in plan_from_json(plan_info["plan"]) for spec in bucket.tensors]
-            self.control.world_size()
-            self.control.check_takes_adapters(info.rank, block_layers(spec.name for spec in specs))
-            try:
-                check_adapters(info, specs, self.control.model_folder())
-            except ValueError as error:
-                raise UserError(f"{self.url}: {error}") from error
+        super().connect(plan_info)
         self._unload(keep=self.versions_in_use())
+
+    def _connect(self, plan_info: dict) -> None:
+        info = AdapterInfo(**plan_info["adapter"])
+        specs = [spec for bucket in plan_from_json(plan_info["plan"]) for spec in bucket.tensors]
+        self.control.world_size()
+        self.control.check_takes_adapters(info.rank, block_layers(spec.name for spec in specs))
+        try:
+            check_adapters(info, specs, self.control.model_folder())
+        except ValueError as error:
+            raise UserError(f"{self.url}: {error}") from error
 
     def stop(self, version: int) -> None:
         """Without `Pause.in_flight`, wait until the server has finished its running answers."""
@@ -70,7 +71,7 @@ class SglangAdapterLink(SglangServerLink):
         `stopped` is 0 with `Pause.in_flight`: the server generates all the time.
         """
         self._version, name = feed.version, version_name(feed.version)
-        self.seconds["pause"] = time.perf_counter() - self._started
+        self._listens()
         self._unload(keep={*self.versions_in_use(), feed.version})
 
         def load() -> None:

@@ -60,30 +60,24 @@ class SglangLink(SglangServerLink):
     _name = ""
     """Of the process group, "" while there is none."""
 
-    def connect(self, plan_info: dict) -> None:
-        """Form a process group with the server. The plan stays in the trainer."""
-        self._update, self._given = None, False
-        with self._phase("connect"):
-            deadline = time.monotonic() + self.timeout_s
-            world_size = 1 + self.control.world_size()
-            self.control.check_takes_models()
-            self._leave()
-            name = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}"
-            address = self._own_address()
-            prefixes = (
-                name,
-                f"{name}/",
-                "cuda/" if TRANSPORTS[self.backend].own_gpus else "cpu/",
-            )  # as SGLang's torch nests them
-            rendezvous = Rendezvous(
-                self.backend, world_size, self.device, self.timeout_s, address, prefixes=prefixes, hello=False
-            )
+    def _connect(self, plan_info: dict) -> None:
+        """The plan stays in the trainer."""
+        deadline = time.monotonic() + self.timeout_s
+        world_size = 1 + self.control.world_size()
+        self.control.check_takes_models()
+        self._leave()
+        name, address = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}", self._own_address()
+        device = "cuda/" if TRANSPORTS[self.backend].own_gpus else "cpu/"
+        prefixes = name, f"{name}/", device  # as SGLang's torch nests them
+        rendezvous = Rendezvous(
+            self.backend, world_size, self.device, self.timeout_s, address, prefixes=prefixes, hello=False
+        )
 
-            def serve() -> None:
-                self.control.join_group(name, self.backend, address, rendezvous.port, world_size)
+        def serve() -> None:
+            self.control.join_group(name, self.backend, address, rendezvous.port, world_size)
 
-            self._group = self._both_ends(serve, rendezvous, deadline)
-            self._name = name
+        self._group = self._both_ends(serve, rendezvous, deadline)
+        self._name = name
 
     def _leave(self) -> None:
         name, self._name = self._name, ""
@@ -111,7 +105,7 @@ class SglangLink(SglangServerLink):
         self._update = None
         with self._phase("start"):
             self.control.start_update()
-        self.seconds["pause"] = time.perf_counter() - self._started
+        self._listens()
 
     def _send(self, bucket: Bucket, wire: torch.Tensor, filled: torch.cuda.Event | None, version: str | None) -> None:
         """Send one bucket: from the call that makes the server receive it to the reply that it has loaded it."""
@@ -136,16 +130,14 @@ class SglangLink(SglangServerLink):
 class SglangFolderLink(SglangServerLink):
     """An SGLang server that reads versions from a `DiskCopy`. There is no group."""
 
-    def connect(self, plan_info: dict) -> None:
-        self._update, self._given = None, False
-        with self._phase("connect"):
-            self.control.world_size()
-            self.control.check_takes_models()
+    def _connect(self, plan_info: dict) -> None:
+        self.control.world_size()
+        self.control.check_takes_models()
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Have the server read the feed's version."""
         self._version, self._update = feed.version, None
-        self.seconds["pause"] = time.perf_counter() - self._started
+        self._listens()
         folder, name = str(feed.folder), version_name(feed.version)
         self._read(buckets, lambda: self.control.load_folder(folder, name, self.timeout_s))
         self._forget()
