@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.config.earlier import GONE
@@ -85,14 +86,8 @@ def _mixture_source(data: Data, given: dict[str, Any]) -> MixtureSource:
 def held_out_set(config: JobConfig, given: dict[str, Any]) -> HeldOutSet:
     """A `[[validation.sets]]` table with these keys, and what it inherits."""
     source = {source.name: source for source in config.data.mixture}.get(given.get("name", ""))
-    own = {
-        "prompts": config.validation.prompts,
-        "samples_per_prompt": config.validation.samples_per_prompt,
-        "temperature": config.validation.temperature,
-        "top_p": config.validation.top_p,
-        "max_answer_tokens": config.rollout.max_answer_tokens,
-        "functions": source.functions if source else [],
-    }
+    own = {name: attrgetter(path)(config) for name, path in INHERITED.items()}
+    own |= {"environment": "", "functions": source.functions if source else []}  # "" stands for that of [rollout]
     own |= {name: given[name] for name in table_keys("validation.sets", own_only=True) if name in given}
     return HeldOutSet(**own, data=_rows(source.data if source else config.data, given), given=given)
 

@@ -9,12 +9,11 @@ WebSocket for each episode. `{"type": "reset" | "step" | "close", "data": {...}}
 
 import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+import urllib3
 
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.endpoint.chat import Chat, characters, digest_with, off_loop
@@ -149,11 +148,7 @@ class OpenEnvEnvironment:
         where = f'[rollout] environment = "openenv:{self._url}"'
         if not self._url.startswith(("http://", "https://")):
             raise UserError(f"{where} is no address: write openenv:http://host:port")
-        request = urllib.request.Request(f"{self._url}/health", headers=self._headers)
-        try:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=REACH_TIMEOUT_S):
-                pass
-        except urllib.error.HTTPError:
-            pass  # it answers
-        except OSError as error:
+        try:  # whatever it answers
+            urllib3.request("GET", f"{self._url}/health", headers=self._headers, timeout=REACH_TIMEOUT_S, retries=False)
+        except urllib3.exceptions.HTTPError as error:
             raise UserError(f"{where}: no server answers there: {error}") from error

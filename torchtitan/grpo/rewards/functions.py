@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.import_path import import_function, load_function, source
 from torchtitan.grpo.rewards.final_number import DIGITS_MAX, TEXT_COMMAND, last_number
 
@@ -103,11 +103,6 @@ def resolve(name: str) -> RewardFunction:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise UserError(f'{key}: "{name}" needs its package: pip install {PACKAGES[name]}')
         return BUILT_IN[name]
-    if ":" not in name:
-        raise UserError(
-            f'{key}: there is no built-in "{name}"{did_you_mean(name, BUILT_IN)}. Choose from '
-            f'{list(BUILT_IN)} or name a function of your own as "module:function"'
-        )
     if name.startswith("__main__:"):
         raise UserError(f'{key}: "{name}": move the function to a module that worker processes can import')
     function = import_function(key, name)
