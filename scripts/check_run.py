@@ -7,11 +7,12 @@ run without it.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
 from pathlib import Path
+
+from json_lines import read_lines
 
 
 class Report:
@@ -38,7 +39,7 @@ def main() -> int:
     args = parser.parse_args()
 
     report = Report()
-    lines = _lines(args.run)
+    lines = read_lines(args.run / "metrics.jsonl")
     steps = [line for line in lines if line.get("step", 0) > 0]
     held_out = [line["validation/greedy_reward"] for line in lines if "validation/greedy_reward" in line]
     report.check([line["step"] for line in steps] == list(range(1, args.steps + 1)), f"{len(steps)} steps logged")
@@ -65,14 +66,11 @@ def main() -> int:
             f"held-out reward {held_out[-1]:.3f} at the end, wanted {args.min_final_reward}",
         )
     if args.blocking is not None:
-        _compare(report, steps, [line for line in _lines(args.blocking) if line.get("step", 0) > 0])
+        blocking = read_lines(args.blocking / "metrics.jsonl")
+        _compare(report, steps, [line for line in blocking if line.get("step", 0) > 0])
     if args.export:
         report.check(*_exported(args.run / "checkpoint" / f"step-{args.steps}" / "hf"))
     return int(report.failed)
-
-
-def _lines(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def _versions(lines: list[dict[str, float]], steps: list[int], background: bool) -> tuple[bool, str]:

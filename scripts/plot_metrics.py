@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
-from run_report.run_folder import records
+from json_lines import read_lines
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -50,7 +50,7 @@ def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
 def read_curves(file: Path) -> dict[str, Curve]:
     """Every metric of one run. Supervised steps have their own axis, `sft/step`."""
     curves: dict[str, Curve] = {}
-    for record in records(file):
+    for record in read_lines(file):
         step = record.get("step", record.get("sft/step"))
         for name, value in record.items():
             curves.setdefault(name, {})[step] = value

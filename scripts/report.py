@@ -20,13 +20,12 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the run's folder ([job] dump_folder)")
     parser.add_argument("-o", "--out", type=Path, help="the file to write (default RUN/report.html)")
     arguments = parser.parse_args()
-    try:
-        run = read_run(arguments.run)
-    except FileNotFoundError as error:
-        sys.exit(f"error: {error.filename} does not exist: name the folder of a run")
+    metrics = arguments.run / "metrics.jsonl"
+    if not metrics.exists():
+        sys.exit(f"error: {metrics} does not exist: name the folder of a run")
     out = arguments.out or arguments.run / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(run), encoding="utf-8", errors="backslashreplace")
+    out.write_text(page(read_run(arguments.run)), encoding="utf-8", errors="backslashreplace")
     print(f"wrote {out}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from run_report.run_folder import records
+from json_lines import read_lines
 
 BOLD, DIM, RED, GREEN, CYAN = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\033[36m"
 
@@ -35,7 +35,7 @@ def read_samples(path: Path, validation: bool) -> list[dict[str, Any]]:
     if not path.exists():
         key = "[validation] enable is on" if validation else "[metrics] samples_per_step is over 0"
         sys.exit(f"error: {path} does not exist; a run writes it if {key}")
-    return records(path)
+    return read_lines(path)
 
 
 def chosen(samples: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """What a run has written into its folder."""
 
-import json
 import re
 import tomllib
 from collections import defaultdict
@@ -8,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from json_lines import read_lines
 
 Points = list[tuple[float, float]]
 """(step, value), steps rising."""
@@ -54,9 +55,9 @@ class Run:
         axis = "sft/step" if name.startswith("sft/") else "step"
         return [(line[axis], line[name]) for line in (*self.warm_start, *self.lines) if name in line]
 
-    def last(self, name: str, otherwise: float = 0) -> float:
+    def last(self, name: str) -> float:
         points = self.points(name)
-        return points[-1][1] if points else otherwise
+        return points[-1][1] if points else 0.0
 
     def names(self, pattern: str) -> list[str]:
         """Metrics whose whole name matches, in the order of their first line."""
@@ -76,31 +77,19 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder. A line that is still being written is left out.
-
-    Raises:
-        FileNotFoundError: It has no metrics.jsonl.
-    """
-    lines = records(folder / "metrics.jsonl")
+    """Read a run's folder. A line that is still being written is left out."""
+    lines = read_lines(folder / "metrics.jsonl")
     config = folder / "config.toml"
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
     return Run(
         folder,
         [line for line in lines if "step" in line],
         [line for line in lines if "sft/step" in line],
-        records(folder / "samples.jsonl", required=False),
-        records(folder / "validation_samples.jsonl", required=False),
+        read_lines(folder / "samples.jsonl"),
+        read_lines(folder / "validation_samples.jsonl"),
         _settings(text),
         dict(_flat(tomllib.loads(text))),
     )
-
-
-def records(path: Path, required: bool = True) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file that may still be written."""
-    if not required and not path.exists():
-        return []
-    with path.open(encoding="utf-8", errors="replace") as lines:  # a torn last line may end inside a character
-        return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _settings(text: str) -> list[Setting]:

@@ -28,14 +28,14 @@ class Ask:
     stop_token_ids: tuple[int, ...]
 
 
-def under_way(asks: list[Ask], count: int, seed: int = 0) -> list[Ask]:
+def under_way(asks: list[Ask], count: int) -> list[Ask]:
     """What is left of `count` answers at some moment of a long run, each after the tokens that it has by then.
 
     Answers of exactly `max_tokens` tokens are assumed. The longer one is, the likelier it is under way, and as likely
     at one of its tokens as at another. What it has is drawn from its prompt's tokens. A server that starts with these
     runs at once at the speed of one that has run for long, whose answers are longer than those that just began.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
     found = []
     for ask in draw.choices(asks, weights=[ask.max_tokens for ask in asks], k=count):
         sampled = draw.randrange(ask.max_tokens)
@@ -53,16 +53,12 @@ async def generation_rate(
     count_s: float,
     timeout_s: float,
     first: Sequence[Ask] = (),
-    ignore_eos: bool = False,
 ) -> float:
     """Answer tokens/s of all servers together, each kept at `sequences` unseeded answers.
 
     The job's requests are sent again and again, a new one for each that ends; before them `first`, once. After
     `settle_s`, tokens are counted for `count_s` by the servers' own counter (`GENERATED`), or by the answers that end
     where a server has none. Requests still under way are then cancelled.
-
-    Args:
-        ignore_eos: For random weights, which would end answers at any token.
 
     Raises:
         EngineError: A server fails, or ends no answer in that time.
@@ -74,7 +70,7 @@ async def generation_rate(
 
     async def keep_asking(client: EngineClient) -> None:
         for i, ask in numbered:
-            params = SamplingParams(1, 1.0, ask.max_tokens, ask.stop_token_ids, ignore_eos=ignore_eos)
+            params = SamplingParams(1, 1.0, ask.max_tokens, ask.stop_token_ids)
             answers = await client.generate(ask.prompt_ids, params, f"bench-{nonce}-{i}")
             finished.append((time.monotonic(), sum(len(answer.token_ids) for answer in answers)))
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench_common.arguments import as_flags
-from bench_common.process import device_environment, import_environment, limited, read_lines
+from bench_common.process import device_environment, import_environment, limited
+from json_lines import read_lines
 from process_group import ProcessGroup, wait_for
 
 from torchtitan.grpo.engines.protocol import EngineError

@@ -1,12 +1,10 @@
 """How a benchmark runs: its exit status, its place among ranks, the environment of its child processes."""
 
 import faulthandler
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from process_group import free_port
 
@@ -55,13 +53,6 @@ def import_environment() -> dict[str, str]:
     """Environment of a child that imports this tree and the benchmarks' packages."""
     paths = [str(BENCH), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The complete lines of a JSONL file that may still be written; none if it does not exist."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def limited(why: str) -> str:

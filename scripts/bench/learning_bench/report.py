@@ -6,7 +6,7 @@ from pathlib import Path
 
 from async_bench.measured import MODES
 from bench_common.output import Output, Row
-from bench_common.process import read_lines
+from json_lines import read_lines
 from learning_bench.reached import best, curve, summarise, thresholds_of
 from learning_bench.runs import RUN_FILE, complete
 

@@ -13,7 +13,8 @@ from async_bench.processes import follow, train
 from bench_common import BENCH
 from bench_common.arguments import as_flags
 from bench_common.output import Output
-from bench_common.process import device_environment, import_environment, read_lines
+from bench_common.process import device_environment, import_environment
+from json_lines import read_lines
 from learning_bench.reached import REWARD
 from process_group import ProcessGroup
 

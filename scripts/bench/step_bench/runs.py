@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 from bench_common.output import Output, Row, cell
-from bench_common.process import device_environment, import_environment, limited, nvls_environment, read_lines
+from bench_common.process import device_environment, import_environment, limited, nvls_environment
 from bench_common.shapes import write_model
+from json_lines import read_lines
 from process_group import ProcessGroup, wait_for
 
 POLL_S = 0.2
