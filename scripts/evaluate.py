@@ -31,7 +31,7 @@ from torchtitan.grpo.config.batch import requests_at_once
 from torchtitan.grpo.config.machine import raise_file_limit
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.load import load_held_out
-from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
+from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from chaos.processes import TINY, Broken, Flags, metric_lines
 from tests.helpers.trainer_runs import without_times
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 
 
 def check_bits(run: Path, whole: Path, checkpoints: Iterable[int], server_lost: set[int]) -> None:

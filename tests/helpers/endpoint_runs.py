@@ -5,8 +5,8 @@ from dataclasses import replace
 import aiohttp
 
 from tests.helpers import TINY_QWEN3
-from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.endpoint.chat import Chat
 from torchtitan.grpo.endpoint.server import Endpoint
 from torchtitan.grpo.engines.fleet import Fleet, Server

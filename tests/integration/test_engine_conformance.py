@@ -29,7 +29,7 @@ from tests.helpers.served_logprobs import answer_logprobs
 from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen2, server_pids, supervised
 from tests.helpers.trainer_runs import embedded_server, train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
-from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server

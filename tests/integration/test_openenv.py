@@ -10,7 +10,8 @@ from tests.helpers import TINY_QWEN3
 from tests.helpers.openenv_server import STEPS, served_real, served_wire
 from tests.helpers.ranks import free_port
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.environments.openenv import OpenEnvEnvironment
 from torchtitan.grpo.errors import UserError

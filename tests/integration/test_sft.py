@@ -12,7 +12,7 @@ from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import environment, steps, without_times
 from torchtitan.grpo.config.job_config import Data, Sft
 from torchtitan.grpo.data.conversations import ConversationSource
-from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.process.stopping import STOPPED
 
 STEPS, INTERVAL, HELD_OUT = 60, 20, 24

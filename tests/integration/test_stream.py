@@ -19,8 +19,9 @@ from tests.helpers.earlier_state import earlier_state
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.config.job_config import AsyncGrpo, Data, Grpo, Rollout
 from torchtitan.grpo.data.group_arrays import from_bytes
-from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient

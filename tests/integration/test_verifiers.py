@@ -21,8 +21,9 @@ from tests.helpers.endpoint_runs import CHATML
 from tests.helpers.openenv_server import served_real
 from tests.helpers.trainer_runs import train
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.samples import Group, Prompt
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.endpoint.chat import Chat
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.errors import UserError

@@ -26,8 +26,9 @@ from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.config.keys import keys, toml
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.samples import FinishReason, Prompt
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient

@@ -25,7 +25,7 @@ from async_bench.generation import generated_tokens
 
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
+from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.model.source import resolve_and_check
 from torchtitan.grpo.policy.packing import Layout

@@ -16,7 +16,7 @@ from async_bench.processes import healthy, train
 from bench_common.output import Output, Row
 from json_lines import read_lines
 
-from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
+from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.errors import UserError
 
 Flags = dict[str, Any]

@@ -20,8 +20,8 @@ from learning_bench.trl_mends import mend_async_trainer, mend_server_client, tak
 
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
 from torchtitan.grpo.data.samples import Prompt
+from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import BUILT_IN
 

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
-from torchtitan.grpo.data.prompts import PromptSource, end_token_ids
+from torchtitan.grpo.data.prompts import PromptSource
+from torchtitan.grpo.data.tokenizer import end_token_ids
 from torchtitan.grpo.errors import UserError
 
 CHATML = (

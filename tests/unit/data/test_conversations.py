@@ -10,7 +10,7 @@ from torchtitan.grpo.config.job_config import Data, Sft
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.conversations import ConversationSource
 from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"

@@ -10,7 +10,8 @@ from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.mixture import source_of_draw
-from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer, sft_pairs
+from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
 
 TWO = """

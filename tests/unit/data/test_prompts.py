@@ -11,7 +11,8 @@ import pytest
 
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
+from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.errors import UserError
 
 

@@ -11,8 +11,8 @@ from tests.helpers.openenv_server import served_wire
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.environments.load import load_environment, loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn

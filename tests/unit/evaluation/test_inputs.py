@@ -13,7 +13,7 @@ from torchtitan.grpo.config.job_config import Distill
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.load import load_held_out
-from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.evaluation.inputs import check_not_trained_on, evaluation_config
 from torchtitan.grpo.model.hf_config import model_folder

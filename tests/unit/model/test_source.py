@@ -24,7 +24,7 @@ from transformers import (
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.tiny_models import LLAMA3_ROPE, as_in_files
-from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import FAMILIES, get_family
 from torchtitan.grpo.model.source import (

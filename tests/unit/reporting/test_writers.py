@@ -23,8 +23,8 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
-from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.losses import policy_loss
 from torchtitan.grpo.policy.sums import mismatch_sums

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers import TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.files import no_files_left
-from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, LocalError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES

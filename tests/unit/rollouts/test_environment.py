@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers import TINY_QWEN3
-from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns, checked, single_turn

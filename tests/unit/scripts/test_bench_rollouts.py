@@ -24,8 +24,8 @@ from bench_common.arguments import as_flags  # noqa: E402
 from process_group import ProcessGroup  # noqa: E402
 
 from torchtitan.grpo.config.load import load_config  # noqa: E402
-from torchtitan.grpo.data.prompts import load_tokenizer  # noqa: E402
 from torchtitan.grpo.data.samples import Prompt  # noqa: E402
+from torchtitan.grpo.data.tokenizer import load_tokenizer  # noqa: E402
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams  # noqa: E402
 from torchtitan.grpo.errors import UserError  # noqa: E402
 from torchtitan.grpo.process.import_path import import_function  # noqa: E402

@@ -12,5 +12,6 @@ conversations.py ConversationSource: rows to learn from, for supervised fine-tun
 routes.py      RouteShape: which experts computed a token, checked, and as text
 group_arrays.py  groups of samples as arrays, and a group as bytes
   array_bytes.py arrays as bytes
+tokenizer.py   the model's tokenizer, its end tokens, and ids without an embedding
 samples.py     Prompt, Sample, Group and Conversation, which every other room uses
 """

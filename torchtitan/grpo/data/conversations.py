@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data, Sft
 from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
-from torchtitan.grpo.data.prompts import PromptSource, check_embeddings, plain, sft_pairs
+from torchtitan.grpo.data.prompts import PromptSource, plain, sft_pairs
 from torchtitan.grpo.data.samples import Conversation, Document, Prompt
+from torchtitan.grpo.data.tokenizer import check_embeddings
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.sources.rows import DatasetRow
 from torchtitan.grpo.sources.table import SOURCES

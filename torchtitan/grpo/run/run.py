@@ -16,7 +16,7 @@ from torchtitan.grpo.checkpoint.disk import check_disk
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.jobs import Job, check_same_job
 from torchtitan.grpo.config.resolved import resolved
-from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
+from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.model.finite import check_finite
 from torchtitan.grpo.model.flops import TrainingFlops

@@ -19,8 +19,8 @@ from tests.helpers.embedded_servers import ServerThread, tiny_model
 from tests.helpers.ranks import free_port
 from tests.helpers.served_logprobs import answer_logprobs
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.embedded.scoring import completions
 from torchtitan.grpo.engines.protocol import EngineError
