@@ -26,8 +26,8 @@ from transformers.utils import is_torch_available
 
 from torchtitan.grpo.config.share import Share
 from torchtitan.grpo.config.values import from_values
-from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.routes import RouteShape
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import in_words
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.process.channel import Channel, ChannelClosed

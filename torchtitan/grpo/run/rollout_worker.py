@@ -20,7 +20,6 @@ from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import Group
-from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet_mirror import FleetMirror
 from torchtitan.grpo.engines.protocol import SamplingParams
