@@ -82,7 +82,11 @@ def serve(connection: Connection, life: int, names: list[str], pattern: str, tim
     # Slurm sends SIGTERM to every process. Not SIG_IGN: programs that a function starts would inherit it.
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.set_inheritable(connection.fileno(), False)
-    os.register_at_fork(after_in_child=functools.partial(_forget_trainer, connection))
+    # A SIGTERM in the middle of a fork waits until the child takes it: Python forgets those that it has noted by then.
+    mask = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
+    os.register_at_fork(
+        before=mask, after_in_parent=_take_sigterm, after_in_child=functools.partial(_forget_trainer, connection)
+    )
     try:
         functions = [Function(name, pattern, timeout_s) for name in names]
     except UserError as error:
@@ -132,7 +136,12 @@ def _wait_for_end(life: int) -> None:
 def _forget_trainer(connection: Connection) -> None:
     """In a child that a function forks: `multiprocessing` ends it by SIGTERM, and its scores are nobody's."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _take_sigterm()
     connection.close()
+
+
+def _take_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 class _Surviving(io.FileIO):
