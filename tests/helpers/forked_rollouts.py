@@ -4,7 +4,6 @@ What is forked has torch, threads of nobody, and the same program.
 """
 
 import contextlib
-import io
 import itertools
 import os
 import posix
@@ -56,10 +55,6 @@ def fork(descriptor: int, hides_torch: bool = True) -> Forked:
     if pid := os.fork():
         return Forked(pid)
     os._exit = posix._exit  # `forked_torchrun` has another: the trainer's own code would go on in this process
-    try:
-        sys.stderr.fileno()
-    except io.UnsupportedOperation:  # capsys has put texts in their place
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     try:
         os.setpgid(0, 0)
         frame = sys._getframe(1)

@@ -76,7 +76,7 @@ def test_small_steps_in_both_modes(tmp_path, monkeypatch, capsys):
         assert row["steps"] >= 1 and row["step_s"] > 0 and row["tokens_per_s"] > 0 and row["own_us"] > 0
     # In sync mode what a step trains on arrives in it.
     assert rows[0]["tokens_per_s"] == pytest.approx(128 / rows[0]["step_s"])
-    assert "| sync | 8 | 16 |" in capsys.readouterr().out
+    assert "| sync | 1 | 8 | 16 |" in capsys.readouterr().out
 
 
 def test_a_measurement_that_takes_too_long_is_a_row(tmp_path, monkeypatch, capsys):
