@@ -12,5 +12,5 @@ def varied(answer: str, prompt: Prompt) -> float:
 
 def unhurried(answers: list[str], prompt: Prompt) -> list[float]:
     """Nothing, after a while. A run that only has to go on then leaves the cores to what a test waits for."""
-    time.sleep(0.05)
+    time.sleep(0.1)
     return [0.0] * len(answers)

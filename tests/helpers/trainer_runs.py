@@ -28,7 +28,6 @@ SMALL = {
     "--validation.freq": "100",
     # No step is without advantages, though the model has learned nothing.
     "--reward.functions": "exact_match,tests.helpers.rewards:varied",
-    "--reward.workers": "1",  # each is a process that imports for itself
     "--metrics.no-enable_tensorboard": None,
 }
 UNHURRIED = {"--reward.functions": f"{SMALL['--reward.functions']},tests.helpers.rewards:unhurried"}

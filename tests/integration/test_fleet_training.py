@@ -91,9 +91,9 @@ def servers(tmp_path: Path) -> Iterator[Callable[[str], list[RecordingServer]]]:
 
 @pytest.fixture(autouse=True)
 def paced_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow reward: 16 answers on one worker make a step of STEP_S."""
+    """A slow reward: 16 answers on two workers make a step of STEP_S."""
     (tmp_path / "paced.py").write_text(
-        f"import time\n\ndef paced(answer, prompt):\n    time.sleep({STEP_S / 16})\n    return 0.0\n"
+        f"import time\n\ndef paced(answer, prompt):\n    time.sleep({STEP_S / 8})\n    return 0.0\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
 

@@ -188,7 +188,7 @@ def test_an_environment_may_use_models_of_transformers(tmp_path, monkeypatch):
     assert [line["step"] for line in steps(run)] == [1, 2]
 
 
-TWO = SYNC | {"--rollout.processes": "2", "--rollout.record_gib": "0", "--reward.workers": "2"}
+TWO = SYNC | {"--rollout.processes": "2", "--rollout.record_gib": "0"}
 
 
 @pytest.fixture(scope="module")

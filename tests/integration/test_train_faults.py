@@ -177,7 +177,6 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_pat
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags = mode | {"--reward.functions": "judges:hangs,judges:judge", "--reward.timeout_seconds": "1.0"}
-    flags |= {"--reward.workers": "2"}  # one goes on beside the one that hangs
     flags |= {"--training.steps": "100", "--metrics.samples_per_step": "1000", "--rollout.urls": embedded_url()}
     flags |= {"--rollout.request_timeout_seconds": "6", "--rollout.group_timeout_seconds": "6"}
     status, said = attempt(tmp_path / "run", flags, ranks=2)
