@@ -108,7 +108,8 @@ class RolloutWorker:
         self.newest = 0
         """The newest version that a server can have, before the trainer calls again."""
         self.stream: RolloutStream | None = None
-        self._held: tuple[int, list[Group], dict[str, float]] | None = None  # a share: step, groups, seconds
+        # Of a share: step, groups, seconds, and what the other shares need of it.
+        self._held: tuple[int, list[Group], dict[str, float], Counted] | None = None
         rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
         self.rewards = resources.enter_context(rewards)
         self.environments = resources.enter_context(loaded_environments(config))
@@ -180,8 +181,9 @@ class RolloutWorker:
 
     def take_share(self, step: int) -> list[Any]:
         """This process' part of the step's groups, for `pack_share`. Returns what the others need of it."""
-        self._held = step, *self._groups(step)
-        return self._counted(step, self._held[1]).values()
+        groups, seconds = self._groups(step)
+        self._held = step, groups, seconds, self._counted(step, groups)
+        return self._held[3].values()
 
     def pack_share(self, step: int, totals: list[Any]) -> tuple[Any, Files]:
         """`take` of these groups, without metrics. A third file has what `metrics_of_shares` asks of the answers.
@@ -195,10 +197,10 @@ class RolloutWorker:
         if self._held is None or self._held[0] != step:
             self.take_share(step)
         assert self._held is not None
-        _, groups, seconds = self._held
+        _, groups, seconds, counted = self._held
         packed, value, rows = self._packed(step, groups, dict(seconds), Counted(*totals))
         files: Files = [rows, self._state(), [message(packed.answers)]]
-        return [*value, packed.sums, self._counted(step, groups).values()], files
+        return [*value, packed.sums, counted.values()], files
 
     def metrics_of_shares(self, rewards: list[list[float | None]], sizes: list[int], answers: memoryview) -> Any:
         """Of the answers of all shares, which lie end to end."""
