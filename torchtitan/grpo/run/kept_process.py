@@ -201,8 +201,7 @@ class KeptProcess:
                 return
             logger.warning("%s: the groups under way are lost, and another one takes its place", how)
             try:
-                process = self._begun()
-                logger.info("Rollouts go on after %.1f s, in process %d", time.monotonic() - began, process.pid)
+                self._begin(began)
                 return
             except ProcessLost as error:
                 how = str(error)
@@ -210,8 +209,8 @@ class KeptProcess:
                 self._fail(error)
                 return
 
-    def _begun(self) -> RolloutProcess:
-        """A new process, with all that the one before it was told. It may be asked."""
+    def _begin(self, began: float) -> None:
+        """Have a new process, with all that the one before it was told, which ended at `began`."""
         process = self._start(self._heard, self._on_end)
         with self._changed:
             self._next = process
@@ -221,20 +220,21 @@ class KeptProcess:
             for verb, arguments in list(self._told.items()):
                 process.call(verb, self.newest(), arguments)
             loaded = None
-            while not self._is_there(process, loaded):  # `keep` may come meanwhile
+            while not self._is_there(process, loaded, began):  # `keep` may come meanwhile
                 loaded = self.state
                 assert loaded is not None
                 process.call("load_state", self.newest(), file=[loaded])
         except BaseException:
             process.close()
             raise
-        return process
 
-    def _is_there(self, process: RolloutProcess, state: Buffer | None = None) -> bool:
+    def _is_there(self, process: RolloutProcess, state: Buffer | None = None, began: float | None = None) -> bool:
         """It may be asked from now on, unless it has another state than the newest: then this is False."""
         with self._changed:
             if self.state is not state:
                 return False
+            if began is not None:  # before the run goes on, which may end soon
+                logger.info("Rollouts go on after %.1f s, in process %d", time.monotonic() - began, process.pid)
             if self._teller is not None:
                 process.tell_made("servers", self._teller.whole)
             closed, self._process = self._is_closed, None if self._is_closed else process
