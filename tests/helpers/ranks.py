@@ -130,7 +130,9 @@ class Ranks:
     def check(self, timeout_s: float = WAIT_S) -> None:
         """Wait, and fail the test if a rank failed."""
         status = self.wait(timeout_s)
-        assert status == 0, self.log[-6000:]
+        log = self.log
+        crash = log.find("Fatal Python error")  # every thread's stack comes after it
+        assert status == 0, f"{log[max(0, crash - 1000) : crash + 5000] if crash >= 0 else ''}\n{log[-6000:]}"
 
     def wait_until(self, what: str, ready: Callable[[], object], timeout_s: float = WAIT_S) -> None:
         """Until `ready`, while all of them run; fails the test if one ends before, or after `timeout_s`."""

@@ -164,16 +164,21 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_pat
         "def after_step(step):\n"
         "    lines = folder / 'run' / 'metrics.jsonl'\n"
         "    return lines.exists() and f'\"step\": {step},' in lines.read_text()\n"
+        "def is_down():\n"  # by then the answer that hung must be in a trained step
+        "    if not after_step(6) or (folder / 'repaired').exists():\n"
+        "        return False\n"
+        "    return 'took longer than' in (folder / 'run' / 'samples.jsonl').read_text()\n"
         "def hangs(answer, prompt):\n"
-        "    if after_step(1) and not (folder / 'hung').exists():\n"
+        "    if after_step(2) and not (folder / 'hung').exists():\n"
         "        (folder / 'hung').touch()\n"
         "        time.sleep(100)\n"
         "    return len(answer)\n"
         "async def judge(answer, prompt):\n"
         "    await asyncio.sleep(0.01)\n"
-        "    if after_step(6) and not (folder / 'repaired').exists():\n"
+        "    if is_down():\n"
         "        raise OSError('the judge is down')\n"
-        "    return 1 / ((7 + sum(map(ord, answer))) % 5)\n"
+        "    number = (7 + sum(map(ord, answer))) % 5\n"
+        "    return 1 / (number + after_step(1))\n"  # later, or the group of the answer that hangs may fail as a whole
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags = mode | {"--reward.functions": "judges:hangs,judges:judge", "--reward.timeout_seconds": "1.0"}
@@ -191,7 +196,7 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_pat
     assert re.search(
         r"No group gets a reward. Others are asked in 1 s, .* after 6 s of this: .judges:judge. failed", said
     )
-    assert f"raised OSError: the judge is down ({tmp_path / 'judges.py'}:14)" in error
+    assert f"raised OSError: the judge is down ({tmp_path / 'judges.py'}:18)" in error
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     groups = defaultdict(list)
     for sample in samples:
