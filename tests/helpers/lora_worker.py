@@ -104,7 +104,7 @@ def main(folder: str, out: str, ways: list[dict]) -> None:
         of_way = Path(out) / str(number)
         if dist.get_rank() == 0:
             of_way.mkdir()
-        run(folder, of_way, **{"tp": 1, "checkpointing": "none", "lora": {}} | way)
+        run(out=of_way, **{"folder": folder, "tp": 1, "checkpointing": "none", "lora": {}} | way)
     dist.destroy_process_group()
 
 

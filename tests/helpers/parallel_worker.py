@@ -1,7 +1,7 @@
 """Run under torchrun by test_parallel_parity: three AdamW steps on fixed packed rows; rank 0 writes what it saw.
 
-Usage: parallel_worker.py FOLDER OUT WAYS  WAYS is a JSON list. Each way starts from the folder's weights. What several
-ways have in common, as DTensor's rules for a mesh, is worked out once.
+Usage: parallel_worker.py FOLDER OUT WAYS  WAYS is a JSON list. Each way starts from the weights of FOLDER, or of its own
+folder. What several ways have in common, as DTensor's rules for a mesh, is worked out once.
 """
 
 import json
@@ -92,7 +92,7 @@ def train(
 
 def main(folder: str, out: str, ways: list[dict]) -> None:
     dist_utils.init_distributed(JobConfig().comm, base_folder=".")
-    seen = [train(folder, **way) for way in ways]
+    seen = [train(**{"folder": folder} | way) for way in ways]
     if dist.get_rank() == 0:
         with open(out, "w") as file:
             json.dump(seen, file)

@@ -27,8 +27,8 @@ from transformers import (
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_models import LLAMA3_ROPE, with_biases
+from torchtitan.grpo.model.document_attention import PackedAttention
 from torchtitan.grpo.model.documents import Documents
-from torchtitan.grpo.model.packed import PackedAttention
 from torchtitan.grpo.model.source import (
     ModelSource,
     gather_hf,

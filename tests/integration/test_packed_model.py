@@ -21,8 +21,9 @@ from transformers import (
 
 from tests.helpers.microbatches import microbatches
 from tests.helpers.tiny_models import as_in_files, with_biases
+from torchtitan.grpo.model.document_attention import _by_length_class
 from torchtitan.grpo.model.documents import Documents, documents_of, shared_prefixes
-from torchtitan.grpo.model.packed import _by_length_class, attention_tokens, make_packed
+from torchtitan.grpo.model.packed import attention_tokens, make_packed
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.rows import PackedSample
 

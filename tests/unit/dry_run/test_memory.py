@@ -32,7 +32,7 @@ from torchtitan.grpo.dry_run.activations import block_activations
 from torchtitan.grpo.dry_run.describe import describe, memory_lines
 from torchtitan.grpo.dry_run.memory import memory_bytes
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model import logprobs, packed, parallelize
+from torchtitan.grpo.model import document_attention, logprobs, parallelize
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy import gradients
 from torchtitan.grpo.policy.gradients import accumulate_gradients
@@ -135,7 +135,7 @@ def products_without_arithmetic() -> Iterator[None]:
 
 @pytest.fixture
 def gpu_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(packed, "_by_length_class", lambda q, k, v, *_: flash(q, k, v)[0])
+    monkeypatch.setattr(document_attention, "_by_length_class", lambda q, k, v, *_: flash(q, k, v)[0])
     monkeypatch.setattr(F, "rms_norm", rms_norm)
     monkeypatch.setattr(parallelize, "KEPT_BY_SELECTIVE_CHECKPOINTING", torch.ops.memory_test.flash.default)
 

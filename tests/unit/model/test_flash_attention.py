@@ -79,24 +79,26 @@ def test_the_trial_has_documents_of_one_token_and_across_tiles():
 def exact_kernels() -> Kernels:
     """What FlashAttention computes, in the inputs' precision, each document apart. The mask ends at the last key."""
 
-    def parts(q, k, lengths, scale):
+    def parts(q, k, lengths, scale, window):
         """Of each document its queries, its keys, and softmax [heads, queries, keys]. Keys are repeated for heads."""
         bounds = [pairwise(starts.tolist()) for starts in lengths[:2]]
         for (start, end), (first, last) in zip(*bounds, strict=True):
             scores = torch.einsum("qhd,khd->hqk", q[start:end], many(k[first:last])) * scale
-            hidden = torch.ones(scores.shape[1:]).tril(last - first - (end - start)) == 0
+            offset = last - first - (end - start)
+            seen = torch.ones(scores.shape[1:]).tril(offset)
+            hidden = (seen.triu(offset + 1 - window) if window else seen) == 0
             yield slice(start, end), slice(first, last), scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
     def many(x):
         return x.repeat_interleave(2, 1)
 
-    def forward(q, k, v, lengths, scale):
-        found = [torch.einsum("hqk,khd->qhd", p, many(v[at_k])) for _, at_k, p in parts(q, k, lengths, scale)]
+    def forward(q, k, v, lengths, scale, window):
+        found = [torch.einsum("hqk,khd->qhd", p, many(v[at_k])) for _, at_k, p in parts(q, k, lengths, scale, window)]
         return torch.cat(found), q.new_zeros(q.shape[1], q.shape[0])
 
-    def backward(grad, q, k, v, out, lse, lengths, scale):
+    def backward(grad, q, k, v, out, lse, lengths, scale, window):
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for at_q, at_k, p in parts(q, k, lengths, scale):
+        for at_q, at_k, p in parts(q, k, lengths, scale, window):
             dp = torch.einsum("qhd,khd->hqk", grad[at_q], many(v[at_k]))
             ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
             dq[at_q] = torch.einsum("hqk,khd->qhd", ds, many(k[at_k]))
@@ -114,7 +116,8 @@ def row(lengths: list[int], shared: list[int]) -> tuple[torch.Tensor, DocumentKe
     return starts, DocumentKeys.of(positions, starts)
 
 
-def test_documents_attend_to_a_prompt_of_an_earlier_one(monkeypatch):
+@pytest.mark.parametrize("window", [0, 4])
+def test_documents_attend_to_a_prompt_of_an_earlier_one(window, monkeypatch):
     """The operator with exact kernels, against the same documents with a prompt each, by autograd, in float64."""
     monkeypatch.setitem(flash_operator.KERNELS, 2, exact_kernels())
     # Two groups, one document without a group, and padding.
@@ -130,11 +133,12 @@ def test_documents_attend_to_a_prompt_of_an_earlier_one(monkeypatch):
         outs = []
         for i, p in enumerate(shared):
             one = [x[i].transpose(0, 1) for x in (q, k, v)]
-            attended = F.scaled_dot_product_attention(*one, is_causal=True, scale=0.3, enable_gqa=True)
+            mask = torch.ones(one[0].shape[1], one[0].shape[1], dtype=torch.bool).tril().triu(1 - (window or 99))
+            attended = F.scaled_dot_product_attention(*one, attn_mask=mask, scale=0.3, enable_gqa=True)
             outs.append(attended.transpose(0, 1)[p:])
         return torch.cat(outs)
 
-    out = flash_attention_2(*inputs, Documents(starts, keys.cu_keys, 9, keys.longest, keys), 0.3)
+    out = flash_attention_2(*inputs, Documents(starts, keys.cu_keys, 9, keys.longest, keys), 0.3, window)
     ours = [out, *torch.autograd.grad(out, inputs, grad)]
     expected = apart(*inputs)
     theirs = [expected, *torch.autograd.grad(expected, inputs, grad)]

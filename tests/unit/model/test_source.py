@@ -51,7 +51,9 @@ FLAVORS = [(name, flavor) for name in FAMILIES for flavor in get_family(name).fl
 
 
 def model_section(folder: Path | str = "absent", *, name: str = "", flavor: str = "", weights: str = "hf"):
-    return SimpleNamespace(name=name, flavor=flavor, hf_assets_path=str(folder), weights=weights)
+    return SimpleNamespace(
+        name=name, flavor=flavor, hf_assets_path=str(folder), weights=weights, implementation="torchtitan"
+    )
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -202,11 +204,12 @@ def test_bad_names(section, message):
     [
         (
             {"architectures": ["Gemma3ForCausalLM"]},
-            r'architecture "Gemma3ForCausalLM" is not supported.*Qwen3ForCausalLM',
+            r'"torchtitan" has Qwen3ForCausalLM.*, and not "Gemma3ForCausalLM": set it to "auto"',
         ),
-        ({"architectures": None, "model_type": "mamba"}, r"model_type 'mamba'"),
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, r"Qwen2MoeForCausalLM is a mixture of experts"),
-        ({"num_experts": 8}, r"mixture of experts"),
+        ({"architectures": None, "model_type": "no such"}, r"""no causal language model "model_type 'no such'\""""),
+        ({"architectures": ["Qwen3ForCausalLN"]}, r'no causal language model .* \(did you mean "Qwen3ForCausalLM"'),
+        ({"architectures": ["My"]}, r'no causal language model "My"\. .* must hold'),
+        ({"architectures": ["My"], "auto_map": {"A": "m.My"}}, r'"My", whose code in the folder is not run'),
         ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, r"sliding_window = 32"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = .*sliding_attention"),
         ({"attention_bias": True}, r"attention_bias = True is not supported"),

@@ -78,7 +78,7 @@ def check_disk(config: JobConfig, source: "ModelSource") -> None:
     with torch.device("meta"):
         model = source.build()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    layers = list(model.layers.values())
+    layers = list(model.layers.children())
     each = checkpoint_bytes(config, parameters, len(layers) * adapter_parameters(source.lora, layers[0]) or parameters)
     if free < each:
         less = ", or set [checkpoint] export_hf = false" if checkpoint.export_hf else ""

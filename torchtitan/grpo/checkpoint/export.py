@@ -20,7 +20,7 @@ def read_hf(folder: Path, model: dict[str, Tensor], source: ModelSource, dtype: 
         folder: What DCP has written.
         model: The model's state dict, for names, shapes and dtypes.
     """
-    own = {name: value for name, value in model.items() if not (source.tied and name == "output.weight")}
+    own = {name: value for name, value in model.items() if not (source.tied and name == source.family.output_name)}
     return source.adapter.to_hf(read_full(folder, own, dtype))
 
 

@@ -39,6 +39,10 @@ class Model:
     """Hugging Face folder with config.json, tokenizer and weights. Required, because prompts need its tokenizer."""
     weights: Literal["hf", "random"] = "hf"
     """`hf` loads safetensors from `model.hf_assets_path`. `random` initialises from `debug.seed`."""
+    implementation: Literal["auto", "torchtitan", "transformers"] = "auto"
+    """Who computes the model. `torchtitan` is faster, and knows tensor and expert parallelism. `transformers` takes any
+    dense causal language model whose class computes the same on packed rows, which is tried at the start. `auto` is
+    `torchtitan` for the models that it knows."""
 
 
 @dataclass

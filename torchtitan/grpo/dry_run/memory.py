@@ -134,7 +134,7 @@ class _Rank:
 
         # Parameter counts. The first is the whole model's, the others are one tensor-parallel rank's.
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        block = next(iter(model.layers.values()))
+        block = next(iter(model.layers.children()))
         self.layers = len(model.layers)
         self.local = math.ceil(self.parameters / tensor / shards)
         # Experts of other ranks are never gathered here.

@@ -2,6 +2,8 @@
 
     families.py            the table of model families, and what each family's file says (`Family`)
     qwen3, qwen3_moe, qwen2, llama3   one file per family: model class, arguments, adapter, parallelism, flavours
+    transformers.py        the row of every other dense model: transformers' own class (`hf_model.py`)
+      same_packed.py       that class on packed rows against itself, document by document
     experts.py             a mixture of experts: router, experts, and experts on several ranks
     tied_embedding.py      the part of a state-dict adapter that all families share
     hf_config.py           config.json or a flavour -> family and arguments; refuses what would be computed wrongly
@@ -11,6 +13,7 @@
     shards.py              names of sharded and wrapped parameters, and a rank's part of them
     finite.py              weights that are not finite are neither trained nor saved
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
+    document_attention.py  attention within each document, with windows, softcaps and sinks
     documents.py           the documents of a packed row; which positions of equal prefixes are computed once
     replay.py              routing replay: a mixture's routers use the sampler's experts
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens

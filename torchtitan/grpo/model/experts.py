@@ -149,7 +149,7 @@ def expert_tokens(model: nn.Module, positions: Tensor) -> Tensor | None:
 
     None if the model has no experts.
     """
-    layers = [block.moe for block in model.layers.values() if getattr(block, "moe", None) is not None]
+    layers = [block.moe for block in model.layers.children() if getattr(block, "moe", None) is not None]
     if not layers:
         return None
     experts = layers[0].experts.num_experts
@@ -163,7 +163,7 @@ def expert_tokens(model: nn.Module, positions: Tensor) -> Tensor | None:
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give each rank of a 1-D mesh its experts of every layer, in place."""
-    for block in model.layers.values():
+    for block in model.layers.children():
         block.moe.ep_mesh = mesh
         for name, parameter in block.moe.experts.named_parameters():
             sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))

@@ -8,7 +8,7 @@ A new family is one file and one row. Nothing else asks which family a model is 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -27,6 +27,9 @@ FAMILIES: dict[str, dict[str, str]] = {
     "qwen2": {"Qwen2ForCausalLM": "qwen2"},
     "llama3": {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"},
 }
+
+GENERAL = "transformers"
+"""The row beside the table, for every other dense causal language model (`transformers.py`)."""
 
 MODEL_TYPES = {architecture: kind for row in FAMILIES.values() for architecture, kind in row.items()}
 """`model_type` of each supported architecture, as transformers names both."""
@@ -55,10 +58,15 @@ class ModelArgs(Protocol):
 
 
 class Unsupported(Exception):
-    """A field of config.json that a family would compute differently from transformers."""
+    """A field of config.json that a family would compute differently from transformers.
 
-    def __init__(self, field: str, value: object, why: str) -> None:
+    Args:
+        everywhere: No other family could help: servers do not support it either.
+    """
+
+    def __init__(self, field: str, value: object, why: str, everywhere: bool = False) -> None:
         super().__init__(f"{field} = {value!r} is not supported: {why}")
+        self.everywhere = everywhere
 
 
 @dataclass(frozen=True)
@@ -66,21 +74,23 @@ class Family:
     """How one family is built, read, written, sharded, compiled and checkpointed (after torchtitan's `TrainSpec`).
 
     Attributes:
-        model_cls: Builds the model from its arguments. It has torchtitan's parts: `tok_embeddings`, `rope_cache`
-            (a table with one row per position), `layers` of blocks that hold an `attention` and take
-            (hidden, rope, documents, None), `norm`, `output` and `init_weights`. In mixtures of experts each block has
-            a `moe` (see `experts.MoE`).
+        model_cls: Builds the model from its arguments. It has `tok_embeddings`, `layers` (blocks), `output` and
+            `init_weights`. It either has `final_states` (see `packed.States`), or torchtitan's other parts:
+            `rope_cache` (a table with one row per position), `norm`, and blocks that hold an `attention` and take
+            (hidden, rope, documents, None). In mixtures of experts each block has a `moe` (see `experts.MoE`).
         flavors: torchtitan's preset shapes by name.
         args_from_hf: The arguments that transformers' config describes; raises `Unsupported`.
         rope_to_hf: `rope_parameters` of the config.json that describes the arguments.
         rope_types: The `rope_type`s that `args_from_hf` reads.
         adapter_cls: torchtitan's names to Hugging Face's and back, for partial state dicts too, tied or not
             (see `tied_embedding.TiedEmbedding`).
-        apply_tensor_parallel: Shards the parameters of a model on a 1-D mesh, in place.
+        apply_tensor_parallel: Shards the parameters of a model on a 1-D mesh, in place. None: it cannot be sharded so.
         apply_compile: Compiles each block by the `[compile]` section, in place.
         kept_operations: The operations whose results selective activation checkpointing may keep.
         more_to_hf: What config.json has of these arguments beyond `ModelArgs`.
         apply_expert_parallel: Shards the experts on a 1-D mesh, in place. None: a dense model.
+        output_name: The output layer's weight. In a tied model it is the embedding's, too.
+        of_packed_rows: Fields of the arguments that make torchtitan's attention one of packed rows.
     """
 
     model_cls: "Callable[[Any], nn.Module]"
@@ -89,13 +99,17 @@ class Family:
     rope_to_hf: Callable[[Any], dict[str, Any]]
     rope_types: tuple[str, ...]
     adapter_cls: "type[TiedEmbedding]"
-    apply_tensor_parallel: "Callable[[nn.Module, DeviceMesh], None]"
+    apply_tensor_parallel: "Callable[[nn.Module, DeviceMesh], None] | None"
     apply_compile: "Callable[[nn.Module, Compile], None]"
     kept_operations: frozenset[Any]
     more_to_hf: Callable[[Any], dict[str, Any]] = lambda args: {}
     apply_expert_parallel: "Callable[[nn.Module, DeviceMesh], None] | None" = None
+    output_name: str = "output.weight"
+    of_packed_rows: Mapping[str, str] = field(
+        default_factory=lambda: {"attn_type": "varlen", "attn_mask_type": "block_causal"}
+    )
 
 
 def get_family(name: str) -> Family:
-    """The family of a row of `FAMILIES`."""
+    """The family of a row of `FAMILIES`, or `GENERAL`."""
     return import_module(f"torchtitan.grpo.model.{name}").FAMILY

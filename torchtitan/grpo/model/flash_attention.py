@@ -27,26 +27,28 @@ TOLERANCE = 0.02
 """Largest relative difference (Frobenius norms) between two kernels' bfloat16 results. Rounding gives a fifth of it."""
 
 Attention = Callable[..., Tensor]
-"""attention(q, k, v, documents, scale): causal, within each document of a packed row.
+"""attention(q, k, v, documents, scale, window): causal, within each document of a packed row.
 
 q: [T, heads, head_dim], k and v: [T, kv_heads, head_dim], float16 or bfloat16 on CUDA. documents: `Documents`. scale:
-of the scores, by default head_dim ** -0.5. Returns [T, heads, head_dim].
+of the scores, by default head_dim ** -0.5. window: see `document_attention.attend`. Returns [T, heads, head_dim].
 """
 
 
-def choose_attention(wanted: str, device: torch.device, heads: int, kv_heads: int, head_dim: int) -> Attention:
+def choose_attention(
+    wanted: str, device: torch.device, heads: int, kv_heads: int, head_dim: int, window: int = 0
+) -> Attention:
     """Choose the attention kernels for a model's packed rows.
 
     Args:
         wanted: `[training] flash_attention`: "FA2", "FA4", or "auto" for FA4 where it is installed and works.
-        heads, kv_heads, head_dim: The model's on this rank. The kernels are compiled and tried with them.
+        heads, kv_heads, head_dim, window: The model's on this rank. The kernels are compiled and tried with them.
 
     Raises:
         UserError: FA4 is wanted, but it is missing, does not support this device or disagrees with FA2.
     """
     if wanted == "FA2" or (wanted == "auto" and (device.type != "cuda" or not _installed())):
         return flash_attention_2
-    why_not = _unfit(device, heads, kv_heads, head_dim)
+    why_not = _unfit(device, heads, kv_heads, head_dim, window)
     if not why_not:
         logger.info("Attention by FlashAttention 4")
         return flash_attention_4
@@ -64,7 +66,7 @@ def _installed() -> bool:
 
 
 @functools.cache
-def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> str:
+def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int, window: int) -> str:
     """Why FlashAttention 4 cannot be used here, or an empty string."""
     if device.type != "cuda":
         return f"it needs a GPU, and this is a {device.type}"
@@ -74,7 +76,8 @@ def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> st
     try:
         package()
         example = _example(device, heads, kv_heads, head_dim)
-        pairs = zip(_results(flash_attention_4, *example), _results(flash_attention_2, *example), strict=True)
+        results = [_results(attention, *example, window) for attention in (flash_attention_4, flash_attention_2)]
+        pairs = zip(*results, strict=True)
         worst = max(((new - old).norm() / old.norm()).item() for new, old in pairs)
     except Exception as error:  # an import, a compiler or a changed signature may raise anything
         said = str(error).strip().splitlines()
@@ -97,26 +100,34 @@ def _example(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
     return *parts, Documents(starts.to(device), moved.cu_keys, 314, keys.longest, moved)
 
 
-def _results(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Documents) -> list[Tensor]:
+def _results(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Documents, window: int
+) -> list[Tensor]:
     """Output and the gradients of q, k and v, in float32."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs, documents)
+    out = attention(*inputs, documents, None, window)
     out.backward(grad)
     return [x.float() for x in (out.detach(), *(x.grad for x in inputs))]
 
 
-def flash_attention_2(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
+def flash_attention_2(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None, window: int = 0
+) -> Tensor:
     """An `Attention`: torch's own kernels, as `varlen_attn` has them."""
-    return _attend(q, k, v, documents, scale, 2)
+    return _attend(q, k, v, documents, scale, window, 2)
 
 
-def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
+def flash_attention_4(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None, window: int = 0
+) -> Tensor:
     """An `Attention`: the CuTe DSL kernels of `flash-attn-4`."""
-    return _attend(q, k, v, documents, scale, 4)
+    return _attend(q, k, v, documents, scale, window, 4)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, version: int) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: int, version: int
+) -> Tensor:
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     keys = documents.keys
     indices = (None, None, None) if keys is None else (keys.positions, keys.order, keys.bounds)
-    return flash_attention(q, k, v, *documents[:4], *indices, scale, version)[0]
+    return flash_attention(q, k, v, *documents[:4], *indices, scale, window, version)[0]

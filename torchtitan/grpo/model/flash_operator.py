@@ -37,37 +37,64 @@ class Lengths(NamedTuple):
 class Kernels(NamedTuple):
     """One version's causal attention on documents laid end to end.
 
-    forward(q, k, v, lengths, scale) -> output [T, heads, head_dim], and the log of each softmax's sum, float32 [heads,
-    T]. backward(grad, q, k, v, out, lse, lengths, scale) -> gradients of q, k and v.
+    forward(q, k, v, lengths, scale, window) -> output [T, heads, head_dim], and the log of each softmax's sum, float32
+    [heads, T]. backward(grad, q, k, v, out, lse, lengths, scale, window) -> gradients of q, k and v. Each token attends
+    to itself and `window - 1` before it; 0: to all before it.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _forward_2(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, scale=scale)
+def _forward_2(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None, window: int
+) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, scale=scale, **_left(window))
     return found[0], found[1]
 
 
 def _backward_2(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, scale: float | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    scale: float | None,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
     settings = *lengths, 0.0, True, *no_dropout
-    return torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *settings, scale=scale)
+    return torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *settings, scale=scale, **_left(window))
 
 
-def _forward_4(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None) -> tuple[Tensor, Tensor]:
-    found = package()._flash_attn_fwd(q, k, v, return_lse=True, softmax_scale=scale, causal=True, **_named(lengths))
+def _left(window: int) -> dict[str, int]:
+    """How many tokens before itself one attends to, as the kernels of both versions call it."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _forward_4(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None, window: int
+) -> tuple[Tensor, Tensor]:
+    settings = {"softmax_scale": scale, "causal": True} | _left(window) | _named(lengths)
+    found = package()._flash_attn_fwd(q, k, v, return_lse=True, **settings)
     return found[0], found[1].contiguous()  # newer releases return more
 
 
 def _backward_4(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, scale: float | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    scale: float | None,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    settings = {"softmax_scale": scale, "causal": True, "deterministic": deterministic} | _named(lengths)
+    settings = {"softmax_scale": scale, "causal": True} | _left(window) | _named(lengths)
+    settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     found = package()._flash_attn_bwd(q, k, v, out, grad, lse, **settings)
     return found[0], found[1], found[2]
 
@@ -92,6 +119,7 @@ def flash_attention(
     order: Tensor | None,
     bounds: Tensor | None,
     scale: float | None,
+    window: int,
     version: int,
 ) -> tuple[Tensor, Tensor]:
     """Output, and the log of each softmax's sum, float32 [heads, T].
@@ -100,10 +128,11 @@ def flash_attention(
         starts_q, starts_k, longest_q, longest_k: See `Lengths`.
         keys: int64 [K], the positions of k and v that documents attend to; None: all, once.
         order, bounds: See `DocumentKeys`.
+        scale, window: See `Kernels`.
     """
     if keys is not None:
         k, v = _gather(k, keys), _gather(v, keys)
-    return KERNELS[version].forward(q, k, v, Lengths(starts_q, starts_k, longest_q, longest_k), scale)
+    return KERNELS[version].forward(q, k, v, Lengths(starts_q, starts_k, longest_q, longest_k), scale, window)
 
 
 @torch.library.custom_op("torchtitan_grpo::flash_attention_backward", mutates_args=())
@@ -122,11 +151,12 @@ def _backward(
     order: Tensor | None,
     bounds: Tensor | None,
     scale: float | None,
+    window: int,
     version: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_documents = (k, v) if keys is None else (_gather(k, keys), _gather(v, keys))
     lengths = Lengths(starts_q, starts_k, longest_q, longest_k)
-    dq, dk, dv = KERNELS[version].backward(grad.contiguous(), q, *of_documents, out, lse, lengths, scale)
+    dq, dk, dv = KERNELS[version].backward(grad.contiguous(), q, *of_documents, out, lse, lengths, scale, window)
     if keys is None or order is None or bounds is None:
         return dq, dk, dv
     return dq, _sum(dk, order, bounds), _sum(dv, order, bounds)
@@ -182,14 +212,15 @@ def _backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts_q, starts_k, ctx.longest_q, ctx.longest_k, *indices, ctx.scale, ctx.version = inputs
+    q, k, v, starts_q, starts_k, ctx.longest_q, ctx.longest_k, *indices, ctx.scale, ctx.window, ctx.version = inputs
     ctx.save_for_backward(q, k, v, *output, starts_q, starts_k, *indices)
 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, keys, order, bounds = ctx.saved_tensors
     lengths = ctx.longest_q, ctx.longest_k
-    return *_backward(grad, *inputs, *lengths, keys, order, bounds, ctx.scale, ctx.version), *[None] * 9
+    settings = ctx.scale, ctx.window, ctx.version
+    return *_backward(grad, *inputs, *lengths, keys, order, bounds, *settings), *[None] * 10
 
 
 flash_attention.register_autograd(_autograd, setup_context=_setup_context)

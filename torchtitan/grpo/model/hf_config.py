@@ -1,21 +1,29 @@
-"""`config.json` and torchtitan's model arguments: the same shape in two vocabularies.
+"""`config.json` and model arguments: the same shape in two vocabularies.
 
-Everything that torchtitan 0.2.2 would compute differently is refused by name, never ignored.
+What torchtitan 0.2.2 would compute differently is never ignored: transformers computes such a model, or it is refused
+by name.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.model.families import FAMILIES, MODEL_TYPES, ModelArgs, Unsupported, get_family
+from torchtitan.grpo.model.families import FAMILIES, GENERAL, MODEL_TYPES, ModelArgs, Unsupported, get_family
+from torchtitan.tools.logging import logger
 
 
-def from_folder(folder: Path) -> tuple[str, ModelArgs, dict[str, Any]]:
+def from_folder(folder: Path, implementation: str = "auto") -> tuple[str, ModelArgs, dict[str, Any]]:
     """Read the model that `folder`/config.json describes.
+
+    Args:
+        implementation: `[model] implementation`.
 
     Returns its family's name, its arguments, and the content of config.json with `architectures` and
     `tie_word_embeddings` filled in.
@@ -25,21 +33,66 @@ def from_folder(folder: Path) -> tuple[str, ModelArgs, dict[str, Any]]:
     """
     raw = read_json(folder / "config.json")
     where = f"{folder / 'config.json'}"
-    architecture = _architecture(raw, where)
-    name = next(name for name, architectures in FAMILIES.items() if architecture in architectures)
-    config_cls = CONFIG_MAPPING[MODEL_TYPES[architecture]]
+    architecture = _architecture(raw)
+    config = _config(raw, architecture, where)
+    own = next((name for name, architectures in FAMILIES.items() if architecture in architectures), None)
+    if implementation == "torchtitan" and own is None:
+        raise UserError(
+            f'{where}: [model] implementation = "torchtitan" has {", ".join(MODEL_TYPES)}, and not "{architecture}": '
+            'set it to "auto"'
+        )
+    name = GENERAL if own is None or implementation == "transformers" else own
+    try:
+        try:
+            args = _args(name, raw, config, where)
+        except Unsupported as error:
+            dense = name != GENERAL and get_family(name).apply_expert_parallel is None
+            if implementation != "auto" or not dense or error.everywhere:
+                raise
+            args, name = _args(GENERAL, raw, config, where), GENERAL
+            logger.info(f"The model is computed by transformers, since torchtitan's has not what it needs: {error}")
+    except Unsupported as error:
+        raise UserError(f"{where}: {error}. Choose another [model] hf_assets_path") from error
+    return name, args, raw | {"architectures": [architecture], "tie_word_embeddings": args.enable_weight_tying}
+
+
+def _args(name: str, raw: dict[str, Any], config: PreTrainedConfig, where: str) -> ModelArgs:
+    """The arguments of a family; raises `Unsupported`."""
+    if raw.get("quantization_config"):
+        raise Unsupported("quantization_config", raw["quantization_config"], "training needs float weights")
+    family = get_family(name)
+    if name != GENERAL:
+        if getattr(config, "head_dim", None) is None:
+            config = copy.copy(config)
+            config.head_dim = config.hidden_size // max(config.num_attention_heads, 1)
+        _refuse_unsupported(raw, config, family.rope_types, where)
+    return family.args_from_hf(config)
+
+
+def _config(raw: dict[str, Any], architecture: str, where: str) -> PreTrainedConfig:
+    """transformers' config of an architecture.
+
+    Raises:
+        UserError: transformers has no causal language model of this name, or the file is not valid.
+    """
+    known = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()} | MODEL_TYPES
+    model_type = known.get(architecture)
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(raw.get("model_type"))) == architecture:
+        model_type = raw["model_type"]  # several types may have one class
+    if model_type is None:
+        own_code = ", whose code in the folder is not run" if raw.get("auto_map") else ""
+        raise UserError(
+            f'{where}: transformers {transformers.__version__} has no causal language model "{architecture}"'
+            f"{own_code}{did_you_mean(architecture, known)}. [model] hf_assets_path must hold a model of a class that "
+            "it has, such as " + ", ".join(MODEL_TYPES)
+        )
+    config_cls = CONFIG_MAPPING[model_type]
     try:
         config = config_cls.from_dict(raw)
     except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where} is not a valid {config_cls.__name__}: {error}") from error
-    if getattr(config, "head_dim", None) is None:
-        config.head_dim = config.hidden_size // max(config.num_attention_heads, 1)
-    try:
-        _refuse_unsupported(raw, config, get_family(name).rope_types, where)
-        args = get_family(name).args_from_hf(config)
-    except Unsupported as error:
-        raise UserError(f"{where}: {error}. Choose another [model] hf_assets_path") from error
-    return name, args, raw | {"architectures": [architecture], "tie_word_embeddings": args.enable_weight_tying}
+    config.architectures = [architecture]
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -85,27 +138,14 @@ def model_folder(path: Path) -> Path:
     raise UserError(f"{path} is no Hugging Face folder, and holds none as hf/: {what}")
 
 
-def _architecture(raw: dict[str, Any], where: str) -> str:
-    """The supported architecture that `raw` names, by `architectures` or else by `model_type`."""
-    supported = ", ".join(MODEL_TYPES)
+def _architecture(raw: dict[str, Any]) -> str:
+    """The class that `raw` names by `architectures`, or else by `model_type`."""
     architectures = raw.get("architectures")
     if architectures:
-        architecture = str(architectures[0]) if isinstance(architectures, list) else str(architectures)
-    else:
-        by_type = {model_type: architecture for architecture, model_type in MODEL_TYPES.items()}
-        architecture = by_type.get(str(raw.get("model_type")), f"model_type {raw.get('model_type')!r}")
-    has_experts = raw.get("num_experts") or raw.get("num_local_experts")
-    trains = architecture in MODEL_TYPES and "Moe" in architecture
-    if not trains and ("Moe" in architecture or "Mixtral" in architecture or has_experts):
-        raise UserError(
-            f"{where}: {architecture} is a mixture of experts that does not train here: choose one of {supported}"
-        )
-    if architecture not in MODEL_TYPES:
-        raise UserError(
-            f'{where}: architecture "{architecture}" is not supported. [model] hf_assets_path must hold one of: '
-            f"{supported}"
-        )
-    return architecture
+        return str(architectures[0]) if isinstance(architectures, list) else str(architectures)
+    model_type = str(raw.get("model_type"))
+    by_type = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | {kind: name for name, kind in MODEL_TYPES.items()}
+    return str(by_type.get(model_type, f"model_type {raw.get('model_type')!r}"))
 
 
 def _refuse_unsupported(raw: dict[str, Any], config: PreTrainedConfig, rope_types: tuple[str, ...], where: str) -> None:
@@ -122,8 +162,6 @@ def _refuse_unsupported(raw: dict[str, Any], config: PreTrainedConfig, rope_type
     for field in ("attention_bias", "mlp_bias"):
         if getattr(config, field, False):
             raise Unsupported(field, True, "torchtitan's linear layers have no bias")
-    if raw.get("quantization_config"):
-        raise Unsupported("quantization_config", raw["quantization_config"], "training needs float weights")
     if config.hidden_act != "silu":
         raise Unsupported("hidden_act", config.hidden_act, "torchtitan's feed-forward uses silu")
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -194,7 +232,7 @@ def agree(name: str, args: ModelArgs, folder: Path, key: str) -> tuple[ModelArgs
     Raises:
         UserError: The folder holds another family or shape.
     """
-    folder_name, folder_args, folder_config = from_folder(folder)
+    folder_name, folder_args, folder_config = from_folder(folder, "torchtitan")
     if folder_name != name:
         raise UserError(f'{key} is a {name}, but {folder} holds a {folder_name}: set [model] flavor = ""')
     wanted, found = (_to_hf(name, each) | {"max_position_embeddings": None} for each in (args, folder_args))

@@ -29,6 +29,7 @@ def token_logprobs(
     kept_bytes: int = 0,
     others: Tensor | None = None,
     predictions: bool = False,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that distribution, in nats.
 
@@ -49,6 +50,7 @@ def token_logprobs(
         kept_bytes: Memory for chunks of logits, in hidden's dtype, that backward need not recompute.
         others: [T, K], further tokens at each position, each at most once. -1 is none: 0 is returned for it.
         predictions: Return whether each target is a likeliest token, too.
+        softcap: Logits become softcap * tanh(logit / softcap) before the temperature, as in Gemma 2. 0: they stay.
 
     Returns:
         logprobs [T] and entropy [T]. With `others` also [T, K + 1]: their log-probabilities, and in the last column
@@ -65,7 +67,7 @@ def token_logprobs(
     group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
     known = targets.new_empty(len(targets), 0) if others is None else others.long()
     logprobs, entropy, is_likeliest, of_others = _TokenLogprobs.apply(
-        hidden, weight, targets, known, temperature, chunk_tokens, group, compile, kept_bytes
+        hidden, weight, targets, known, temperature, chunk_tokens, group, compile, kept_bytes, softcap
     )
     found = (logprobs, entropy) if others is None else (logprobs, entropy, of_others)
     return (*found, is_likeliest) if predictions else found
@@ -84,6 +86,7 @@ class _TokenLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         compile: bool,
         kept_bytes: int,
+        softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         projection = weight.to(hidden.dtype).T  # [D, V_local]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -94,7 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: list[Tensor] = []
         room = kept_bytes if any(ctx.needs_input_grad[:2]) else 0
         for rows in _chunks(len(targets), chunk_tokens):
-            logits = hidden[rows] @ projection
+            logits = _capped(hidden[rows] @ projection, softcap)
             if len(kept) * chunk_tokens == rows.start and logits.nbytes <= room:  # a prefix of the chunks
                 kept.append(logits)
                 room -= logits.nbytes
@@ -123,6 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
         of_rows = highest, log_mass, logprobs, entropy
         ctx.save_for_backward(hidden, weight, *at_target, *at_others, *of_rows, *kept)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
+        ctx.softcap = softcap
         ctx.set_materialize_grads(False)
         is_likeliest = target_logit >= highest
         ctx.mark_non_differentiable(is_likeliest)
@@ -161,7 +165,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_others is not None:
             at_others = (at_others / ctx.temperature).to(hidden.dtype)
         for i, rows in enumerate(_chunks(len(hidden), ctx.chunk_tokens)):
-            logits = kept[i] if i < len(kept) else hidden[rows] @ compute_weight.T
+            logits = kept[i] if i < len(kept) else _capped(hidden[rows] @ compute_weight.T, ctx.softcap)
             row_grads = _compiled(_row_grads, len(logits) == ctx.chunk_tokens) if ctx.compile else _row_grads
             of_entropy: tuple[Tensor | None, Tensor | None] = (None, None)
             if grad_entropy is not None:
@@ -175,17 +179,23 @@ class _TokenLogprobs(torch.autograd.Function):
             grad.scatter_(1, column, at_target[rows, None].where(is_local[rows, None], grad.gather(1, column)))
             if grad_others is not None:
                 _put(grad, columns[rows], at_others[rows], are_local[rows])
+            if ctx.softcap:
+                grad = grad * (1 - (logits / ctx.softcap) ** 2)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ compute_weight
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[rows])
         if grad_hidden is not None and ctx.group is not None and len(hidden):
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 7
+        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 8
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
+
+
+def _capped(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def _row_stats(logits: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

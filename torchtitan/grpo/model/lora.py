@@ -139,7 +139,7 @@ def add_adapters(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     Call it after tensor parallelism and before everything else that wraps layers.
     """
     model.requires_grad_(False)
-    for block in model.layers.values():
+    for block in model.layers.children():
         for path in lora.layers.values():
             LoraLinear.adapt(block.get_submodule(path), lora, dtype)
 

@@ -1,19 +1,20 @@
-"""torchtitan's language models on packed rows: attention within each document, log-probabilities out.
+"""Language models on packed rows: attention within each document, log-probabilities out.
 
 torchtitan 0.2.2 has no attention that trains on packed rows on a CPU. Its Qwen3 takes no positions under tensor
 parallelism, and its models return the full logits. `make_packed` changes these three things on a model of
-torchtitan's, and nothing else.
+torchtitan's, and nothing else. A model of transformers computes its own hidden states (see `transformers.py`).
 """
 
 import functools
 import types
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from torchtitan.grpo.model.document_attention import PackedAttention
 from torchtitan.grpo.model.documents import Documents, documents_for_compiled_blocks, documents_of, shared_prefixes
 from torchtitan.grpo.model.experts import expert_tokens
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
@@ -23,50 +24,8 @@ from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.rows import PADDING_DOCUMENT_TOKENS
 
-
-class PackedAttention(nn.Module):
-    """Causal attention within each document of one packed row. Replaces torchtitan's inner attention."""
-
-    def __init__(self, flash: Attention = flash_attention_2):
-        super().__init__()
-        self.flash = flash
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float | None = None
-    ) -> torch.Tensor:
-        """q: [1, heads, T, head_dim], k and v: [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim]."""
-        mesh = None
-        if isinstance(q, DTensor):  # sharded by heads: no rank needs another's
-            mesh = q.device_mesh
-            q, k, v = q.to_local(), k.to_local(), v.to_local()
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = self.flash(q, k, v, documents, scale)
-        else:
-            out = _by_length_class(q, k, v, documents, scale)
-        out = out.unsqueeze(0)
-        return out if mesh is None else DTensor.from_local(out, mesh, [Shard(2)], run_check=False)
-
-
-def _by_length_class(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float | None
-) -> torch.Tensor:
-    # index_select in place of x[slots]: on a CPU, the backward pass of x[slots] takes 50 times as long.
-    padded = documents.padded
-    sizes = [docs * length for docs, length in padded.shapes]
-    q_slots, k_slots, v_slots = (x.index_select(0, padded.slots).split(sizes) for x in (q, k, v))
-    outputs = []
-    for i, shape in enumerate(padded.shapes):
-        attended = F.scaled_dot_product_attention(  # of [docs, heads, L, head_dim]
-            q_slots[i].unflatten(0, shape).transpose(1, 2),
-            k_slots[i].unflatten(0, shape).transpose(1, 2),
-            v_slots[i].unflatten(0, shape).transpose(1, 2),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, padded.taken)
+States = Callable[[nn.Module, torch.Tensor, torch.Tensor, Documents, torch.Tensor | None], torch.Tensor]
+"""states(model, tokens [T], positions [T], documents, routes) -> final hidden states [1, T, dim]."""
 
 
 def make_packed(
@@ -80,16 +39,23 @@ def make_packed(
     """Make `model(microbatch, temperature)` return log-probabilities of the answer tokens of a packed row.
 
     Args:
-        model: A model of torchtitan's parts (see `families.Family.model_cls`), built with `attn_type="varlen"`.
+        model: One of `families.Family.model_cls`; torchtitan's are built with `attn_type="varlen"`.
         tp_mesh: Its tensor-parallel mesh, if it has one: the output weight is then sharded over the vocabulary.
         compile: Blocks are compiled; compile the log-probabilities too.
         kept_logits_bytes: See `logprobs.token_logprobs`.
         flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`; elsewhere torch's SDPA is used.
     """
-    for block in model.layers.values():
-        block.attention.inner_attention = PackedAttention(flash)
+    states: States = _states_of_parts
+    if hasattr(model, "final_states"):
+        states = functools.partial(type(model).final_states, flash=flash)
+    else:
+        for block in model.layers.children():
+            block.attention.inner_attention = PackedAttention(flash)
     model.forward = types.MethodType(
-        functools.partial(_packed_forward, tp_mesh=tp_mesh, compile=compile, kept_bytes=kept_logits_bytes), model
+        functools.partial(
+            _packed_forward, states=states, tp_mesh=tp_mesh, compile=compile, kept_bytes=kept_logits_bytes
+        ),
+        model,
     )
 
 
@@ -112,6 +78,7 @@ def _packed_forward(
     row: Microbatch,
     temperature: float,
     *,
+    states: States,
     tp_mesh: DeviceMesh | None,
     compile: bool,
     kept_bytes: int,
@@ -141,19 +108,11 @@ def _packed_forward(
             documents, kept, index = shared
             tokens, positions, answer_positions = tokens[kept], positions[kept], index[answer_positions]
             routes = None if routes is None else routes[kept]
-    # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
-    rope = model.rope_cache[positions]
-    hidden = model.tok_embeddings(tokens.unsqueeze(0))
-    if not rope.is_complex():  # cast once, or every block keeps a copy of its own for the backward
-        rope = rope.to(hidden.dtype)
-    replays = set_routes(model, routes)
-    for block in model.layers.values():
-        hidden = block(hidden, rope, documents, None)
-    if replays:
+    hidden = states(model, tokens, positions, documents, routes)
+    if routes is not None:
         model.agrees = agreement(model)[answer_positions]
     counts = torch.is_grad_enabled() and not predictions
     model.expert_tokens = expert_tokens(model, answer_positions) if counts else None
-    hidden = model.norm(hidden)
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()
     weight = model.output.weight
@@ -164,10 +123,30 @@ def _packed_forward(
         hidden,
         weight,
         row.targets,
-        temperature,
+        temperature / getattr(model, "logit_scale", 1.0),
+        softcap=getattr(model, "logit_softcap", 0.0),
         mesh=tp_mesh,
         compile=compile,
         kept_bytes=kept_bytes,
         others=row.top_ids if torch.is_grad_enabled() and not predictions else None,
         predictions=predictions,
     )
+
+
+def _states_of_parts(
+    model: nn.Module,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    documents: Documents,
+    routes: torch.Tensor | None,
+) -> torch.Tensor:
+    """The `States` of torchtitan's parts (see `families.Family`)."""
+    # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
+    rope = model.rope_cache[positions]
+    hidden = model.tok_embeddings(tokens.unsqueeze(0))
+    if not rope.is_complex():  # cast once, or every block keeps a copy of its own for the backward
+        rope = rope.to(hidden.dtype)
+    set_routes(model, routes)
+    for block in model.layers.children():
+        hidden = block(hidden, rope, documents, None)
+    return model.norm(hidden)

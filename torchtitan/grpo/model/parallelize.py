@@ -148,6 +148,7 @@ def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, devic
 
 
 def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:
+    assert source.family.apply_tensor_parallel is not None, "see `source.check_degrees`"
     source.family.apply_tensor_parallel(model, tp_mesh)
     if source.tied:  # sharding replaced both parameters; FSDP2 must see one
         model.output.weight = model.tok_embeddings.weight
@@ -184,7 +185,7 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
         param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
     )
-    blocks = list(model.layers.values())
+    blocks = list(model.layers.children())
     together = 1
     if dims.ep_enabled:  # the experts of this rank, over the ranks that have the same ones
         for block in blocks:

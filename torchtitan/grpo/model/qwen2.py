@@ -48,7 +48,7 @@ def args_from_hf(config: PreTrainedConfig) -> Qwen3ModelArgs:
     heads, head_dim = config.num_attention_heads, config.head_dim
     if head_dim * heads != config.hidden_size:
         why = f"vLLM's Qwen2 needs hidden_size / num_attention_heads = {config.hidden_size / heads:g}"
-        raise Unsupported("head_dim", head_dim, why)
+        raise Unsupported("head_dim", head_dim, why, everywhere=True)
     args = qwen3.args_from_hf(config)
     args.qk_norm = False
     return args

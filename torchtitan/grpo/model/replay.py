@@ -67,4 +67,4 @@ def route_keys(tokens: Tensor, routes: Tensor) -> Tensor:
 
 
 def _routers(model: nn.Module) -> list[Any]:
-    return [block.moe.router for block in model.layers.values() if getattr(block, "moe", None) is not None]
+    return [block.moe.router for block in model.layers.children() if getattr(block, "moe", None) is not None]

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
-from torchtitan.grpo.model.families import Family, ModelArgs, get_family
+from torchtitan.grpo.model.families import MODEL_TYPES, Family, ModelArgs, get_family
 from torchtitan.grpo.model.finite import bad_weights
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
@@ -101,7 +101,7 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
     """
     folder = Path(model_cfg.hf_assets_path)
     if model_cfg.flavor == "":
-        name, args, hf_config = from_folder(folder)
+        name, args, hf_config = from_folder(folder, getattr(model_cfg, "implementation", "auto"))
     else:
         name, args, hf_config = from_flavor(model_cfg.name, model_cfg.flavor)
         if model_cfg.weights == "hf":
@@ -110,12 +110,12 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
         raise UserError(
             f"[training] seq_len = {seq_len} is over this model's maximum of {args.max_seq_len} tokens: lower seq_len"
         )
-    args = dataclasses.replace(args, attn_type="varlen", attn_mask_type="block_causal", max_seq_len=seq_len)
     family = get_family(name)
+    args = dataclasses.replace(args, max_seq_len=seq_len, **family.of_packed_rows)
     adapter, lora = family.adapter_cls(args, None), None
     if lora_cfg is not None and lora_cfg.enable:
         with torch.device("meta"):
-            one_block = family.model_cls(dataclasses.replace(args, n_layers=1)).layers["0"]
+            one_block = next(family.model_cls(dataclasses.replace(args, n_layers=1)).layers.children())
         lora = resolve_lora(lora_cfg, adapter, one_block)
     return ModelSource(name, family, args, adapter, hf_config, folder, lora)
 
@@ -164,6 +164,11 @@ def check_degrees(source: ModelSource, parallelism: Any) -> None:
             )
         widths = {"experts": (args.moe_args.num_experts, expert)}
     else:
+        if tensor > 1 and source.family.apply_tensor_parallel is None:
+            raise UserError(
+                f"[parallelism] tensor_parallel_degree = {tensor}: a model that is built by transformers is not split "
+                "that way. Set it to 1, or choose a model of " + ", ".join(MODEL_TYPES)
+            )
         if expert > 1:
             raise UserError(
                 f"[parallelism] expert_parallel_degree = {expert}: a {source.name} has no experts. Set it to 1"
@@ -293,7 +298,7 @@ def _is_writer() -> bool:
 def _gathered(model: nn.Module, source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
     state = get_model_state_dict(model)
     for name, value in state.items():
-        if is_adapter(name) or (source.tied and name == "output.weight"):
+        if is_adapter(name) or (source.tied and name == source.family.output_name):
             continue
         layer, full = name.removesuffix(".weight"), whole(value)
         if source.lora is not None and layer + A in state:

@@ -1,0 +1,61 @@
+"""Tiny models of many classes of transformers, for the row that takes any of them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=131,  # odd, so that shards are uneven
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    initializer_range=0.1,
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+SLIDES = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2)
+KINDS: dict[str, dict[str, Any]] = {
+    "cohere2": SLIDES,
+    "ernie4_5": {},
+    "exaone4": SLIDES,
+    "gemma2": SLIDES,
+    "gemma3_text": SLIDES,
+    "gemma4_text": SLIDES | dict(initializer_range=0.05, hidden_size_per_layer_input=8, vocab_size_per_layer_input=131),
+    "glm4": {},
+    "granite": dict(logits_scaling=3.0, residual_multiplier=0.5, embedding_multiplier=2.0),
+    "llama": dict(
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32, beta_fast=32
+        )
+    ),
+    "mistral": dict(sliding_window=8),
+    "olmo2": {},
+    "olmo3": SLIDES,
+    "phi3": {},
+    "qwen3": dict(attention_bias=True),
+    "seed_oss": {},
+    "smollm3": dict(no_rope_layers=[1, 0, 1, 0]),
+    "starcoder2": dict(sliding_window=8),
+}
+"""model_type: what its config has beyond SHAPE."""
+
+
+def save(kind: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    """A random model of this kind, in float32, saved in `folder`."""
+    torch.manual_seed(1)
+    config = CONFIG_MAPPING[kind](**SHAPE | KINDS[kind] | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():  # norms and biases that a new model has at 0 or 1
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    return model.eval()  # some have dropout by default

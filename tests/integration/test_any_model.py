@@ -1,0 +1,99 @@
+"""The row for any model of transformers: each class on packed rows against itself, document by document."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import ROOT
+from tests.helpers.any_models import KINDS, save
+from tests.helpers.microbatches import microbatches
+from tests.helpers.ranks import Ranks
+from tests.integration.test_lora import compare_with_peft
+from tests.integration.test_packed_model import TEMPERATURE, alone, samples
+from tests.integration.test_parallel_parity import WAY
+from torchtitan.grpo.model.packed import make_packed
+from torchtitan.grpo.model.source import gather_hf, load_hf_weights, resolve_model
+
+EPS = 1e-4  # of AdamW: a step of a gradient that is rounding alone would be noise
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_gradients_a_step_and_the_export_equal_transformers(kind, tmp_path):
+    reference = save(kind, tmp_path)
+    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(tmp_path), weights="hf"), 128)
+    assert source.name == "transformers"
+    with torch.device("meta"):
+        model = source.build()
+    make_packed(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    load_hf_weights(model, source, tmp_path)
+
+    batch = samples([(3, 5), (1, 1), (17, 30), (8, 9), (40, 2), (2, 60)])
+    for sample in batch:  # of a larger vocabulary
+        sample.prompt_ids[:] = [token % 131 for token in sample.prompt_ids]
+        sample.answer_ids[:] = [token % 131 for token in sample.answer_ids]
+    ids = batch[2].answer_ids  # a group, which shares its prompt and beginnings
+    batch += [replace(batch[2], answer_ids=[*ids[:n], 5], sampler_logprobs=None) for n in (0, 9)]
+    (row,) = microbatches(batch, 320, 1, 64)[0]
+    assert row.keys is not None
+    logprobs, entropy = model(row, TEMPERATURE)
+    expected = [alone(reference, batch[i]) for i in row.samples.tolist()]
+    theirs = torch.cat([lp for lp, _ in expected])
+    torch.testing.assert_close(logprobs, theirs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, torch.cat([h for _, h in expected]), atol=1e-5, rtol=0)
+
+    for found, network in ((logprobs, model), (theirs, reference)):
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, eps=EPS)
+        found.mean().backward()
+        network.gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+        optimizer.step()
+    ours = source.adapter.to_hf(model.gradients)
+    assert ours.keys() == reference.gradients.keys()
+    for name, gradient in reference.gradients.items():
+        torch.testing.assert_close(ours[name], gradient, atol=2e-4 * float(gradient.abs().max()) + 1e-7, rtol=0)
+    stepped = dict(reference.named_parameters())
+    exported = gather_hf(model, source, torch.float32)
+    for name, value in exported.items():
+        torch.testing.assert_close(value, stepped[name].detach(), atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    save_file(exported, tmp_path / "model.safetensors", {"format": "pt"})
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    torch.testing.assert_close(alone(again, batch[0])[0], alone(reference, batch[0])[0], atol=1e-5, rtol=0)
+
+
+def test_two_fsdp_ranks_train_as_one(tmp_path):
+    """With full checkpointing on one half of the classes, selective on the other."""
+    ways = []
+    for number, kind in enumerate(KINDS):
+        save(kind, tmp_path / kind)
+        checkpointing = "full" if number % 2 else "selective"
+        ways.append(WAY | {"folder": str(tmp_path / kind), "together": 1 + number % 3, "checkpointing": checkpointing})
+    seen = {}
+    for ranks in (1, 2):
+        worker, out = ROOT / "tests" / "helpers" / "parallel_worker.py", tmp_path / f"{ranks}.json"
+        Ranks(ranks, worker, "", out, json.dumps(ways), log=out.with_suffix(".log"), cwd=tmp_path).check()
+        seen[ranks] = json.loads(out.read_text())
+    for kind, one, two in zip(KINDS, seen[1], seen[2], strict=True):
+        one, two = torch.tensor(one), torch.tensor(two)
+        assert (one[0] - one[2]).abs().max() > 1e-3, kind
+        torch.testing.assert_close(two, one, atol=2e-5, rtol=1e-5, msg=lambda m, k=kind: f"{k}: {m}")
+
+
+def test_adapters_equal_peft(tmp_path):
+    pytest.importorskip("peft")
+    ways = []
+    for kind in ("gemma3_text", "phi3", "exaone4"):
+        save(kind, tmp_path / kind)
+        ways.append({"tp": 1, "checkpointing": "full", "folder": str(tmp_path / kind)})
+    worker, out = ROOT / "tests" / "helpers" / "lora_worker.py", tmp_path / "out"
+    out.mkdir()
+    Ranks(2, worker, "", out, json.dumps(ways), log=tmp_path / "log", cwd=tmp_path).check()
+    for number, way in enumerate(ways):
+        compare_with_peft(way["folder"], out / str(number))

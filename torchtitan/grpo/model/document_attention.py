@@ -1,0 +1,115 @@
+"""Causal attention within each document of a packed row, with what models add to it.
+
+On CUDA, FlashAttention's kernels compute it, with a sliding window too. Elsewhere documents of similar length are
+padded to one length, and torch's SDPA computes them. A softcap and attention sinks are computed from whole scores
+there: no kernel that is used here has them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan.grpo.model.documents import Documents
+from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
+
+
+class PackedAttention(nn.Module):
+    """Replaces torchtitan's inner attention.
+
+    Args:
+        flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`.
+    """
+
+    def __init__(self, flash: Attention = flash_attention_2):
+        super().__init__()
+        self.flash = flash
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
+        """See `attend`. Tensors may be DTensors, sharded by heads."""
+        if not isinstance(q, DTensor):
+            return attend(q, k, v, documents, scale, flash=self.flash)
+        mesh = q.device_mesh  # no rank needs another's heads
+        out = attend(q.to_local(), k.to_local(), v.to_local(), documents, scale, flash=self.flash)
+        return DTensor.from_local(out, mesh, [Shard(2)], run_check=False)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    scale: float | None = None,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    flash: Attention = flash_attention_2,
+) -> Tensor:
+    """q: [1, heads, T, head_dim], k: [1, kv_heads, T, head_dim], v: [1, kv_heads, T, v_dim] -> [1, T, heads, v_dim].
+
+    Args:
+        scale: Of the scores, by default head_dim ** -0.5.
+        window: A token attends to itself and to the `window - 1` tokens before it. 0: to all before it.
+        softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2. 0: they stay.
+        sinks: [heads], one more score of each head that takes its part of the softmax and has no value (GPT-OSS).
+
+    Raises:
+        ValueError: A softcap or sinks on CUDA in bfloat16 or float16.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
+    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+        return _by_length_class(q, k, v, documents, scale, window, softcap, sinks).unsqueeze(0)
+    if softcap or sinks is not None:
+        raise ValueError("no kernel here computes attention with a softcap or sinks")
+    return flash(q, k, v, documents, scale, window).unsqueeze(0)
+
+
+def _by_length_class(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    scale: float | None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    # index_select in place of x[slots]: on a CPU, the backward pass of x[slots] takes 50 times as long.
+    padded = documents.padded
+    sizes = [docs * length for docs, length in padded.shapes]
+    q_slots, k_slots, v_slots = (x.index_select(0, padded.slots).split(sizes) for x in (q, k, v))
+    outputs = []
+    for i, shape in enumerate(padded.shapes):
+        parts = [slots[i].unflatten(0, shape).transpose(1, 2) for slots in (q_slots, k_slots, v_slots)]
+        mask = _in_window(shape[1], window, q.device) if 0 < window < shape[1] else None
+        if softcap or sinks is not None:
+            attended = _from_scores(*parts, scale, mask, softcap, sinks)
+        else:
+            attended = F.scaled_dot_product_attention(  # of [docs, heads, L, head_dim]
+                *parts, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, padded.taken)
+
+
+def _in_window(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [length, length]: which positions each one attends to."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+def _from_scores(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """[docs, heads, L, head_dim] each -> the same, by the formula. Scores are float32 and take [docs, heads, L, L]."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    length = q.shape[2]
+    scores = scores.masked_fill(~(_in_window(length, length, q.device) if mask is None else mask), -torch.inf)
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    return torch.softmax(scores, -1)[..., :length].to(v.dtype) @ v

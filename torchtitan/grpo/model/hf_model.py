@@ -1,0 +1,188 @@
+"""A language model of transformers on packed rows: its own class, with attention that knows the documents.
+
+Attention goes through transformers' `AttentionInterface`, which hands over what a layer adds (window, softcap, sinks).
+All else is the class's own code: nothing here knows a model. Whether that is right for packed rows, `same_packed.py`
+finds out.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from torchtitan.grpo.model.document_attention import attend
+from torchtitan.grpo.model.documents import Documents
+from torchtitan.grpo.model.families import Unsupported
+from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
+
+ATTENTION = "torchtitan_grpo_documents"
+PREFIX = "hf."
+"""Parameters have Hugging Face's names behind it."""
+LOGIT_SCALES: dict[str, Callable[[float], float]] = {
+    "logit_scale": lambda value: value,  # Cohere
+    "logits_scaling": lambda value: 1 / value,  # Granite
+}
+"""Fields of config.json by which logits are scaled. One that is missing here shows when the class is compared."""
+
+
+@dataclasses.dataclass
+class AttentionUse:
+    """What the layers of a model ask of attention.
+
+    Attributes:
+        window: The longest sliding window, in tokens; 0: there is none.
+        beyond_kernels: What no kernel on CUDA has, in words; empty: nothing.
+    """
+
+    window: int = 0
+    beyond_kernels: str = ""
+
+    def see(self, q: Tensor, v: Tensor, window: int, softcap: float, sinks: Tensor | None) -> None:
+        self.window = max(self.window, window)
+        asks = {
+            "a softcap of scores": bool(softcap),
+            "attention sinks": sinks is not None,
+            "values of another width than queries": v.shape[-1] != q.shape[-1],
+            "heads wider than 256": q.shape[-1] > 256,
+        }
+        self.beyond_kernels = self.beyond_kernels or next((what for what, is_so in asks.items() if is_so), "")
+
+
+class TransformersModel(nn.Module):
+    """A model of transformers with the parts that the trainer reads (see `families.Family`).
+
+    `layers` are its blocks, `tok_embeddings` and `output` its first and last layer. `final_states` takes packed rows.
+
+    Args:
+        config: Which model. Dropout is left out.
+        model_args: Its `families.ModelArgs`, for those who have the model.
+    """
+
+    def __init__(self, config: PreTrainedConfig, model_args: Any = None) -> None:
+        super().__init__()
+        self.model_args = model_args
+        self.tied = bool(config.tie_word_embeddings)
+        hf = AutoModelForCausalLM.from_config(
+            with_layers(config, config.num_hidden_layers), attn_implementation=ATTENTION
+        )
+        self.hf: PreTrainedModel = hf
+        self._blocks = _blocks(hf)
+        self.logit_softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        scales = [scale(getattr(config, key)) for key, scale in LOGIT_SCALES.items() if getattr(config, key, None)]
+        self.logit_scale = float(scales[0]) if scales else 1.0
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return cast(nn.ModuleList, self.get_submodule(self._blocks))
+
+    @property
+    def tok_embeddings(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.hf.get_input_embeddings())
+
+    @property
+    def output(self) -> nn.Linear:
+        return cast(nn.Linear, self.hf.get_output_embeddings())
+
+    def final_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        documents: Documents,
+        routes: Tensor | None = None,
+        *,
+        flash: Attention = flash_attention_2,
+        use: AttentionUse | None = None,
+    ) -> Tensor:
+        """The states [1, T, dim] that the output layer reads. See `packed.States`.
+
+        Args:
+            use: Is told what the layers ask of attention.
+        """
+        found = self.hf.base_model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            documents=documents,
+            flash=flash,
+            attention_use=use,
+        )
+        return found[0]
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """The class's own random weights, and its buffers, which no file holds. Tied weights become one again.
+
+        Raises:
+            ValueError: The class leaves a buffer as it is, so that its values would be those of free memory.
+        """
+        if self.tied:
+            self.output.weight = self.tok_embeddings.weight
+        buffers = {name: buffer for name, buffer in self.named_buffers() if buffer.is_floating_point()}
+        for buffer in buffers.values():
+            buffer.fill_(torch.nan)
+        padding, self.tok_embeddings.padding_idx = self.tok_embeddings.padding_idx, None  # its row would be sharded
+        for module in self.hf.modules():
+            self.hf._init_weights(module)
+        self.tok_embeddings.padding_idx = padding
+        in_files = self.state_dict().keys()
+        for name, buffer in buffers.items():
+            if name not in in_files and buffer.isnan().any():
+                raise ValueError(f"its class does not fill the buffer {name.removeprefix(PREFIX)} again")
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The config of the first `layers` blocks, without dropout. Lists with an entry for each block are cut."""
+    values = config.to_dict()
+    before = values["num_hidden_layers"]
+    values["num_hidden_layers"] = layers
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) == before:
+            values[key] = value[:layers]
+        elif key == "per_layer_config":  # Gemma 4's, by number
+            values[key] = {number: each for number, each in (value or {}).items() if int(number) < layers}
+        elif key.endswith(("dropout", "pdrop")) and isinstance(value, float):
+            values[key] = 0.0
+    return type(config).from_dict(values)
+
+
+def _blocks(hf: PreTrainedModel) -> str:
+    """The name of the list of blocks in `TransformersModel`, of the classes that the model does not split."""
+    classes = set(hf._no_split_modules or ())
+    for name, module in hf.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and type(module[0]).__name__ in classes:
+            return PREFIX + name
+    raise Unsupported("architectures", [type(hf).__name__], "transformers does not say which of its layers are blocks")
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    documents: Documents | None = None,
+    flash: Attention = flash_attention_2,
+    attention_use: AttentionUse | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface: query [1, heads, T, head_dim] -> [1, T, heads, head_dim], and no attention weights."""
+    if documents is None:
+        raise TypeError("its layers do not hand on to attention which documents a row has")
+    # A layer that says None has no window, whatever its module says.
+    window = more.get("sliding_window", getattr(module, "sliding_window", None)) or 0
+    softcap = softcap or 0.0
+    if attention_use is not None:
+        attention_use.see(query, value, window, softcap, s_aux)
+    attended = attend(query, key, value, documents, scaling, window=window, softcap=softcap, sinks=s_aux, flash=flash)
+    return attended, None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)  # documents are the mask
