@@ -1,6 +1,7 @@
 """The row for any model of transformers: each class on packed rows against itself, document by document."""
 
 import json
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,11 +14,16 @@ from tests.helpers import ROOT
 from tests.helpers.any_models import KINDS, save
 from tests.helpers.microbatches import microbatches
 from tests.helpers.ranks import Ranks
+from tests.helpers.served_logprobs import worst_logprob_difference
+from tests.helpers.servers import serve_vllm
+from tests.helpers.weight_senders import SYNC, changed, fleet_of, trainer_of, weights_of
 from tests.integration.test_lora import compare_with_peft
 from tests.integration.test_packed_model import TEMPERATURE, alone, samples
 from tests.integration.test_parallel_parity import WAY
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, resolve_model
+from torchtitan.grpo.weight_sync.sync import WeightSync
 
 EPS = 1e-4  # of AdamW: a step of a gradient that is rounding alone would be noise
 
@@ -97,3 +103,29 @@ def test_adapters_equal_peft(tmp_path):
     Ranks(2, worker, "", out, json.dumps(ways), log=tmp_path / "log", cwd=tmp_path).check()
     for number, way in enumerate(ways):
         compare_with_peft(way["folder"], out / str(number))
+
+
+SERVED = ("gemma3_text", "exaone4") if "EVERY_MODEL" not in os.environ else tuple(KINDS)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", SERVED)
+def test_vllm_serves_what_is_published(kind, tmp_path):
+    """Weights A, B and A again by the plug-in, which checks their sums; then the sampler computes what A computes."""
+    reference = save(kind, tmp_path / "A")
+    other = changed(tmp_path / "A", 7, tmp_path / "B")
+    source, model = trainer_of(tmp_path / "A")
+    assert source.name == "transformers"
+    (tmp_path / "server").mkdir()
+    with serve_vllm(tmp_path / "server", tmp_path / "A", "--max-num-seqs", "4") as server:
+        control = VllmControl(server.url, None, 60.0)
+        sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), torch.device("cpu"))
+        sync.connect()
+        worst = {}
+        for version, name in enumerate(("A", "B", "A"), 1):
+            load_hf_weights(model, source, tmp_path / name)
+            sync.publish(version)
+            served = reference if name == "A" else AutoModelForCausalLM.from_pretrained(other).eval()
+            worst[version, name] = worst_logprob_difference(server.url, served)
+        sync.close()
+    assert max(worst.values()) <= 1e-4, worst

@@ -24,6 +24,7 @@ from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_to
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import Target, this_machine
 from torchtitan.grpo.dry_run.activations import block_activations, kept_activations
+from torchtitan.grpo.dry_run.measured import measured_activations
 from torchtitan.grpo.model.lora import adapter_parameters
 from torchtitan.grpo.policy.assignment import MOST_COPIES
 from torchtitan.grpo.policy.gradients import reduces_once
@@ -79,16 +80,18 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     """
     from torchtitan.grpo.model.flops import used
     from torchtitan.grpo.model.replay import route_shape
-    from torchtitan.grpo.model.source import check_compiles, check_degrees, resolve_model
+    from torchtitan.grpo.model.source import check_compiles, check_degrees, check_kernels, resolve_model
 
     source = resolve_model(config.model, config.training.seq_len, config.lora)
     check_degrees(source, config.parallelism)
     check_compiles(source, config)
+    target = target or this_machine()
+    check_kernels(source, config, target.cuda)
     if config.grpo.routing_replay:
         route_shape(source.model_args)
     with torch.device("meta"):
         model = source.build()
-    rank = _Rank(config, world_size, source, model, target or this_machine(), job)
+    rank = _Rank(config, world_size, source, model, target, job)
     moments = {
         "log-probabilities' backward": rank.logprobs_backward(),
         "last block's backward": rank.block_backward(rank.layers),
@@ -158,12 +161,16 @@ class _Rank:
         self.tokens = row_tokens(config)
         mode = config.activation_checkpoint.mode
         widths = self.tokens, self.computed, tensor
-        documents = _document_copies(config, job)
-        self.activations = block_activations(args, block, *widths, self.compiled, mode, lora, documents)
+        if hasattr(model, "final_states"):  # of transformers
+            dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+            self.activations, self.rope = measured_activations(model, self.tokens, dtype, args.hidden_dim)
+        else:
+            documents = _document_copies(config, job)
+            self.activations = block_activations(args, block, *widths, self.compiled, mode, lora, documents)
+            rope = model.rope_cache
+            self.rope = self.tokens * rope.shape[-1] * (rope.dtype.itemsize if rope.is_complex() else self.computed)
         self.kept, self.recomputed = kept_activations(config, self.activations, self.layers)
         self.hidden = self.tokens * args.dim * self.computed
-        rope = model.rope_cache
-        self.rope = self.tokens * rope.shape[-1] * (rope.dtype.itemsize if rope.is_complex() else self.computed)
         self.last_norm = self.hidden // tensor + self.hidden  # its input, its output where answers are
 
     def always(self, in_window: bool = False) -> Parts:

@@ -58,9 +58,9 @@ def attend(
         ValueError: A softcap or sinks on CUDA in bfloat16 or float16.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
-    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+    if not (q.is_meta or (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16))):
         return _by_length_class(q, k, v, documents, scale, window, softcap, sinks).unsqueeze(0)
-    if softcap or sinks is not None:
+    if q.is_cuda and (softcap or sinks is not None):
         raise ValueError("no kernel here computes attention with a softcap or sinks")
     return flash(q, k, v, documents, scale, window).unsqueeze(0)
 

@@ -110,6 +110,22 @@ class Family:
     )
 
 
+def logit_rule(config: Any) -> tuple[float, float]:
+    """What transformers does to logits before they are log-probabilities: a factor, then softcap * tanh(l / softcap).
+
+    A rule that is missing here shows when a class is compared with itself (`same_packed.py`).
+
+    Args:
+        config: transformers' configuration.
+
+    Returns:
+        The factor, and the softcap, 0 for none.
+    """
+    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    return float(factor) / float(divisor), float(getattr(config, "final_logit_softcapping", None) or 0.0)
+
+
 def get_family(name: str) -> Family:
     """The family of a row of `FAMILIES`, or `GENERAL`."""
     return import_module(f"torchtitan.grpo.model.{name}").FAMILY

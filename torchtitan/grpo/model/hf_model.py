@@ -6,7 +6,6 @@ finds out.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,17 +15,12 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from torchtitan.grpo.model.document_attention import attend
 from torchtitan.grpo.model.documents import Documents
-from torchtitan.grpo.model.families import Unsupported
+from torchtitan.grpo.model.families import Unsupported, logit_rule
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 
 ATTENTION = "torchtitan_grpo_documents"
 PREFIX = "hf."
 """Parameters have Hugging Face's names behind it."""
-LOGIT_SCALES: dict[str, Callable[[float], float]] = {
-    "logit_scale": lambda value: value,  # Cohere
-    "logits_scaling": lambda value: 1 / value,  # Granite
-}
-"""Fields of config.json by which logits are scaled. One that is missing here shows when the class is compared."""
 
 
 @dataclasses.dataclass
@@ -71,9 +65,7 @@ class TransformersModel(nn.Module):
         )
         self.hf: PreTrainedModel = hf
         self._blocks = _blocks(hf)
-        self.logit_softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        scales = [scale(getattr(config, key)) for key, scale in LOGIT_SCALES.items() if getattr(config, key, None)]
-        self.logit_scale = float(scales[0]) if scales else 1.0
+        self.logit_scale, self.logit_softcap = logit_rule(config)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -105,6 +97,9 @@ class TransformersModel(nn.Module):
         found = self.hf.base_model(
             input_ids=tokens[None],
             position_ids=positions[None],
+            # A mask of four dimensions is taken as it is, and attention does not read it. To make one of positions, the
+            # host would wait for the device.
+            attention_mask=positions.new_empty(1, 1, 1, 1, dtype=torch.bool),
             use_cache=False,
             documents=documents,
             flash=flash,
@@ -162,7 +157,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,

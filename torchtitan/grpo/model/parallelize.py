@@ -142,9 +142,11 @@ def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfi
 def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device) -> Attention:
     if config.training.mixed_precision_param == "float32":  # neither version has kernels for it
         return flash_attention_2
-    args = source.model_args
+    args: Any = source.model_args
     heads, kv_heads = args.n_heads // dims.tp, args.n_kv_heads // dims.tp
-    return choose_attention(config.training.flash_attention, device, heads, kv_heads, args.head_dim)
+    use = getattr(args, "attention", None)  # of models of transformers
+    window = 0 if use is None else use.window
+    return choose_attention(config.training.flash_attention, device, heads, kv_heads, args.head_dim, window)
 
 
 def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:

@@ -131,6 +131,7 @@ def resolve_and_check(config: Any) -> ModelSource:
         )
     check_degrees(source, config.parallelism)
     check_compiles(source, config)
+    check_kernels(source, config, torch.cuda.is_available())
     if config.grpo.routing_replay:
         source = dataclasses.replace(source, routes=route_shape(source.model_args))
     if config.model.weights == "hf":
@@ -144,6 +145,17 @@ def check_compiles(source: ModelSource, config: Any) -> None:
         raise UserError(
             "[compile] enable = true: a mixture of experts compiles in bfloat16 only. Set [training] "
             'mixed_precision_param = "bfloat16"'
+        )
+
+
+def check_kernels(source: ModelSource, config: Any, cuda: bool) -> None:
+    """Raises a UserError if the model needs attention on CUDA that no kernel here computes."""
+    use = getattr(source.model_args, "attention", None)  # of models of transformers
+    if use is not None and use.beyond_kernels and cuda and config.training.mixed_precision_param != "float32":
+        raise UserError(
+            f'[training] mixed_precision_param = "{config.training.mixed_precision_param}": this model has '
+            f'{use.beyond_kernels}, and no attention kernel here computes that on a GPU. "float32" does without '
+            "kernels, and is slow and takes memory for the square of a document's length"
         )
 
 

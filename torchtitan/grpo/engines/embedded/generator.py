@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +13,14 @@ from transformers import PreTrainedModel
 
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.embedded.kv_cache import RowCache
+from torchtitan.grpo.engines.embedded.model import logits_of
 from torchtitan.grpo.engines.embedded.routing import RoutingRecorder
 from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.stop_strings import Decode, ends_in_stop
 
+Mask = torch.Tensor | dict[str, torch.Tensor]
+"""Of all layers, or of each kind of layer."""
 PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward pass."""
 
@@ -122,7 +126,8 @@ class Generator:
         self.version = "default"
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
         self.cache_tokens = cache_bytes // token_bytes
         self.routing = RoutingRecorder(model)
         self._cache = RowCache(config.num_hidden_layers)
@@ -244,7 +249,7 @@ class Generator:
         first, rows_max = len(self._running), self.running + sum(map(len, batch))
         self._cache.reserve(rows_max, width + 1, keep=bool(self._running))
         self._cache.prefill(first, len(batch))
-        mask = self._mask(columns[None, :] <= columns[:, None])[None, None]
+        mask = self._mask(columns[None, :], columns[:, None], (None, None))
         self.routing.wanted = any(branch[0].request.routes for branch in batch)
         hidden = self._forward(tokens, columns.expand(len(inputs), -1), mask)  # [rows, width, D]
         if self.routing.wanted:
@@ -254,7 +259,7 @@ class Generator:
                     answer.routes.append(chosen[sum(map(len, answer.routes)) : answer.tokens])
         hidden = hidden[torch.arange(len(inputs), device=device), last]
         self._running += batch
-        return self._sample(self.model.get_output_embeddings()(hidden), first)
+        return self._sample(logits_of(self.model, hidden), first)
 
     def _decode(self) -> list[Request]:
         """One token for every running answer."""
@@ -267,16 +272,16 @@ class Generator:
         tokens, positions = inputs[:, :1], inputs[:, 1:]
         self._cache.decode(positions.squeeze(1), width)
         columns = torch.arange(width, device=device)
-        mask = self._mask(columns[None, :] <= positions)[:, None, None]  # [R, 1, 1, width]
+        mask = self._mask(columns[None, :], positions, (slice(None), None, None))  # [R, 1, 1, width]
         self.routing.wanted = any(branch[0].request.routes for branch in self._running)
         hidden = self._forward(tokens, positions, mask)  # [R, 1, D]
         if self.routing.wanted:
             for branch, chosen in zip(self._running, self.routing.take(len(self._running)), strict=True):
                 for answer in branch if branch[0].request.routes else []:
                     answer.routes.append(chosen[None])
-        return self._sample(self.model.get_output_embeddings()(hidden[:, 0]), 0)
+        return self._sample(logits_of(self.model, hidden[:, 0]), 0)
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         output = self.model.base_model(
             input_ids=tokens,
             attention_mask=mask,
@@ -286,11 +291,26 @@ class Generator:
         )
         return output.last_hidden_state
 
-    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        """Additive attention mask in the model's dtype. transformers uses a mask of four dimensions as it is."""
-        return torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device).masked_fill_(
-            ~visible, -math.inf
-        )
+    def _mask(self, columns: torch.Tensor, positions: torch.Tensor, index: Any) -> Mask:
+        """Additive attention masks in the model's dtype. transformers uses masks of four dimensions as they are.
+
+        Args:
+            columns, positions: Of keys and of queries; they broadcast to two dimensions.
+            index: Makes four dimensions of these.
+        """
+
+        def additive(visible: torch.Tensor) -> torch.Tensor:
+            zeros = torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device)
+            return zeros.masked_fill_(~visible, -math.inf)[index]
+
+        visible, window = columns <= positions, getattr(self.model.config, "sliding_window", None)
+        kinds = set(getattr(self.model.config, "layer_types", None) or ())
+        if not window or kinds == {"full_attention"}:
+            return additive(visible)
+        slides = additive(visible & (columns > positions - window))
+        if "full_attention" not in kinds:
+            return slides
+        return {"full_attention": additive(visible), "sliding_attention": slides}
 
     def _sample(self, logits: torch.Tensor, first: int) -> list[Request]:
         """Append a token to the answers of the rows from `first` on, given the rows' logits [R, V]. Rows whose answers

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torchtitan.grpo.engines.embedded.adapters import base_parameters, fit_adapters, remove_adapters
 from torchtitan.grpo.engines.stop_strings import Decode
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.families import MODEL_TYPES
+from torchtitan.grpo.model.families import MODEL_TYPES, logit_rule
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 
 
@@ -21,26 +22,38 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     Weights are those of the folder's safetensors. Without such files they are random (seed 0) until the first update.
 
     Raises:
-        UserError: The folder has no config.json, or its model is of no family of `families.FAMILIES`, or it has a
-            sliding window.
+        UserError: The folder has no config.json, or its model has no cache of keys and values in every layer, or is a
+            mixture of experts of another family than `families.FAMILIES`.
     """
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} has no config.json: --model must be a Hugging Face model folder")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    supported = list(dict.fromkeys(MODEL_TYPES.values()))
-    if config.model_type not in supported:
-        raise UserError(
-            f"{folder}: the embedded server runs {', '.join(supported)}, not {config.model_type!r}; "
-            '[rollout] engine = "vllm" serves more'
-        )
-    if getattr(config, "sliding_window", None) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(f'{folder}: sliding-window attention is not supported here; use [rollout] engine = "vllm"')
+    unfit = UserError(
+        f"{folder}: the embedded server runs dense language models with attention in each layer, and "
+        f"{', '.join(dict.fromkeys(MODEL_TYPES.values()))}, not {config.model_type!r}; "
+        '[rollout] engine = "vllm" serves more'
+    )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kinds - {"full_attention", "sliding_attention"}:
+        raise unfit
+    # SDPA leaves a softcap of scores out.
+    how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     if any(folder.glob("*.safetensors")):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **how)
     else:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
+    has_experts = any("expert" in name for name, _ in model.named_parameters())
+    if not model._supports_attention_backend or (has_experts and config.model_type not in MODEL_TYPES.values()):
+        raise unfit
     return model.to(device).eval().requires_grad_(False)
+
+
+def logits_of(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """The output layer's logits of states [..., D], as the model's own forward has them."""
+    scale, softcap = logit_rule(model.config)
+    logits = model.get_output_embeddings()(hidden) * scale
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from torchtitan.grpo.engines.embedded.generator import PREFILL_TOKENS
+from torchtitan.grpo.engines.embedded.model import logits_of
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 
 WORTH_TOKENS = 256
@@ -83,7 +84,7 @@ def _of_sequence(
     known: list[Known] = []
     for start in range(0, len(ids) - 1, rows):
         end = min(start + rows, len(ids) - 1)
-        logits = model.get_output_embeddings()(hidden[start:end]).float() / temperature
+        logits = logits_of(model, hidden[start:end]).float() / temperature
         logprobs = logits.log_softmax(-1)
         tokens = torch.cat([ids[start + 1 : end + 1, None], logprobs.topk(top_k).indices], 1)
         found = zip(tokens.tolist(), logprobs.gather(1, tokens).tolist(), strict=True)
