@@ -1,7 +1,7 @@
 """Run under torchrun by test_parallel_parity: three AdamW steps on fixed packed rows; rank 0 writes what it saw.
 
-Usage: parallel_worker.py FOLDER OUT WAYS  WAYS is a JSON list. Each way starts from the weights of FOLDER, or of its own
-folder. What several ways have in common, as DTensor's rules for a mesh, is worked out once.
+Usage: parallel_worker.py FOLDER OUT WAYS  WAYS is a JSON list. Each way starts from the weights of FOLDER, or of a
+folder of its own. What several ways have in common, as DTensor's rules for a mesh, is worked out once.
 """
 
 import json

@@ -124,9 +124,9 @@ class Generator:
         self.end_token_ids = frozenset(end_token_ids)
         self.decode = decode
         self.version = "default"
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        config, sizes = model.config, model.config.to_dict()  # Gemma 4 has no one attribute for all layers
+        head_dim = sizes.get("head_dim") or config.hidden_size // sizes["num_attention_heads"]
+        kv_heads = sizes.get("num_key_value_heads") or sizes["num_attention_heads"]
         token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
         self.cache_tokens = cache_bytes // token_bytes
         self.routing = RoutingRecorder(model)
