@@ -81,13 +81,19 @@ def _by_length_class(
     q_slots, k_slots, v_slots = (x.index_select(0, padded.slots).split(sizes) for x in (q, k, v))
     outputs = []
     for i, shape in enumerate(padded.shapes):
-        parts = [slots[i].unflatten(0, shape).transpose(1, 2) for slots in (q_slots, k_slots, v_slots)]
+        each_q, each_k, each_v = (x[i].unflatten(0, shape).transpose(1, 2) for x in (q_slots, k_slots, v_slots))
         mask = _in_window(shape[1], window, q.device) if 0 < window < shape[1] else None
         if softcap or sinks is not None:
-            attended = _from_scores(*parts, scale, mask, softcap, sinks)
+            attended = _from_scores(each_q, each_k, each_v, scale, mask, softcap, sinks)
         else:
             attended = F.scaled_dot_product_attention(  # of [docs, heads, L, head_dim]
-                *parts, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                each_q,
+                each_k,
+                each_v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, padded.taken)

@@ -75,8 +75,8 @@ def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int, windo
         return f"it is for compute capabilities {' and '.join(f'{c}.x' for c in CAPABILITIES)}, not {capability}"
     try:
         package()
-        example = _example(device, heads, kv_heads, head_dim)
-        results = [_results(attention, *example, window) for attention in (flash_attention_4, flash_attention_2)]
+        example = *_example(device, heads, kv_heads, head_dim), window
+        results = [_results(attention, *example) for attention in (flash_attention_4, flash_attention_2)]
         pairs = zip(*results, strict=True)
         worst = max(((new - old).norm() / old.norm()).item() for new, old in pairs)
     except Exception as error:  # an import, a compiler or a changed signature may raise anything

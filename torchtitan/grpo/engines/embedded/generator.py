@@ -5,7 +5,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.stop_strings import Decode, ends_in_stop
 
-Mask = torch.Tensor | dict[str, torch.Tensor]
+Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor]
 """Of all layers, or of each kind of layer."""
 PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward pass."""
