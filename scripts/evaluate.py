@@ -4,10 +4,10 @@
     python scripts/evaluate.py outputs/quickstart/checkpoint/step-120
     python scripts/evaluate.py models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
 
-MODEL is a checkpoint, a Hugging Face folder or an id of the hub. Held-out sets, rewards and lengths are those of the configuration: a
-checkpoint brings its run's, `--job.config_file` names another. Every other flag is one of the trainer's, as in
-`--validation.samples_per_prompt 16 --validation.temperature 0.6`. Results go to result.json, answers.jsonl and
-config.toml in a new folder. docs/evaluation.md explains the numbers.
+MODEL is a checkpoint, a Hugging Face folder or an id of the hub. Held-out sets, rewards and lengths are those of the
+configuration: a checkpoint brings its run's, `--job.config_file` names another. Every other flag is one of the
+trainer's, as in `--validation.samples_per_prompt 16 --validation.temperature 0.6`. Results go to result.json,
+answers.jsonl and config.toml in a new folder. docs/evaluation.md explains the numbers.
 
 Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for anything else. The servers are stopped in
 each case.

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine, for the real client: what `huggingface_hub` asks before and while it downloads."""
+"""A Hugging Face Hub on this machine: what the real `huggingface_hub` asks before and while it downloads."""
 
 import hashlib
 import http.server

@@ -1,14 +1,12 @@
 """Ids of the hub in place of folders, by the real client and a hub on this machine."""
 
 import errno
-import json
 import multiprocessing
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -75,7 +73,10 @@ def refused(path: str = MODEL, kind: str = "model") -> str:
         ("Qwen/Qwen3-0.6B", HubId("Qwen/Qwen3-0.6B", "")),
         ("a/b@v1.0", HubId("a/b", "v1.0")),
         ("a/b@refs/pr/1", HubId("a/b", "refs/pr/1")),
-        *((text, None) for text in ("gpt2", "a/b/c", "/a/b", "./b", "../b", "a/", "a//b", "a/b@", "a b/c", "a/b--c", "")),
+        *(
+            (text, None)
+            for text in ("gpt2", "a/b/c", "/a/b", "./b", "../b", "a/", "a//b", "a/b@", "a b/c", "a/b--c", "")
+        ),
     ],
 )
 def test_which_paths_are_ids(text, found, tmp_path, monkeypatch):
@@ -224,10 +225,10 @@ def test_ranks_of_a_node_fetch_once(hub, monkeypatch):
 
 def test_a_wait_that_is_too_long(hub):
     cache = Path(constants.HF_HUB_CACHE)
-    with module._alone(cache / "x.lock", "", 0):
-        with pytest.raises(UserError, match=r"MODEL: waited 0 s \(\[comm\] init_timeout_seconds\).*x.lock: raise"):
-            with module._alone(cache / "x.lock", "MODEL", 0):
-                pass
+    said = r"MODEL: waited 0 s \(\[comm\] init_timeout_seconds\) .* holds .*/x.lock: raise that key"
+    second = module._alone(cache / "x.lock", "MODEL", 0)
+    with module._alone(cache / "x.lock", "", 0), pytest.raises(UserError, match=said):
+        second.__enter__()
 
 
 def test_a_cache_that_cannot_be_written(hub, monkeypatch):

@@ -248,9 +248,10 @@ def _alone(lock: Path, what: str, limit_s: float) -> Iterator[TextIO | None]:
 
 
 def _launcher() -> str:
-    """The same for the ranks of a node, which one process has started; "" for a rank that is alone there."""
+    """The same for the ranks of a run on a node, which one process has started; "" for a rank that is alone there."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    return "" if ranks == "1" else f"{socket.gethostname()}:{os.getppid()}"
+    run = f"{socket.gethostname()}:{os.getppid()}:{os.environ.get('MASTER_PORT', '')}"
+    return "" if ranks == "1" else run
 
 
 def _said(file: TextIO | None) -> str:

@@ -397,7 +397,8 @@ class Data:
     """A table of arguments for the source, as in `{ max = 39 }` for `arithmetic`: docs/data.md lists them. It refuses
     those that it does not take."""
     path: Annotated[str, _read_by("path")] = ""
-    """JSONL file; or with `source = "hf"` a folder, or a dataset's id on the hub: `openai/gsm8k`, `openai/gsm8k@main`."""
+    """JSONL file. With `source = "hf"`: dataset folder, or its id on the hub, as in `openai/gsm8k`, with a revision
+    `openai/gsm8k@main`."""
     subset: Annotated[str, _read_by("subset")] = ""
     """Configuration name of a Hugging Face dataset (GSM8K: `main`)."""
     split: Annotated[str, _read_by("split")] = "train"

@@ -168,8 +168,8 @@ class Nodes:
         if other := [rank for rank, answer in enumerate(answers) if answer["of_hub"] != answers[0]["of_hub"]]:
             models = [answers[rank]["of_hub"] or "a local folder" for rank in (0, other[0])]
             problems.append(
-                f"[model] hf_assets_path is {models[0]} on rank 0 and {models[1]} on rank {other[0]}: name a commit, as "
-                "in owner/name@commit"
+                f"[model] hf_assets_path is {models[0]} on rank 0 and {models[1]} on rank {other[0]}: name a commit, "
+                "as in owner/name@commit"
             )
         return {"problems": problems, "copies": copies.degree, "heads": heads}
 
