@@ -21,6 +21,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.servers.__main__ import parse_arguments
 
 MODEL, KEY = "acme/tiny", "[model] hf_assets_path"
 SECRET = "hf_secretsecretsecret"
@@ -239,3 +240,11 @@ def test_a_cache_that_cannot_be_written(hub, monkeypatch):
     shutil.rmtree(locks)
     locks.write_text("")  # root may write anywhere
     assert local_folder(KEY, MODEL) == folder
+
+
+def test_servers_for_a_trainer_elsewhere(hub, tmp_path, capsys):
+    words = ["--engine", "embedded", "--urls_file", str(tmp_path / "urls")]
+    assert named(parse_arguments([MODEL, *words]).model) == f"{MODEL}@{COMMIT}"
+    with pytest.raises(SystemExit):
+        parse_arguments(["acme/tinny", *words])
+    assert 'MODEL = "acme/tinny": no such folder, and 127.0.0.1 has no such model' in capsys.readouterr().err

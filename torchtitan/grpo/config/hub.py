@@ -142,11 +142,11 @@ def local_folder(
     if wanted is None:
         return path
     lock = f"{kind}s--{wanted.name.replace('/', '--')}/grpo-{quote(wanted.revision, '')}-{len(files)}.lock"
-    with _alone(_cache() / ".locks" / lock, f'{key} = "{path}"', limit_s) as said:
-        if folder := _said(said):
-            return folder
-        folder = _fetch(f'{key} = "{path}"', wanted, kind, files)
-        _say(said, folder)
+    with _alone(_cache() / ".locks" / lock, f'{key} = "{path}"', limit_s) as file:
+        folder = _said(file)
+        if not folder:
+            folder = _fetch(f'{key} = "{path}"', wanted, kind, files)
+            _say(file, folder)
     logger.info(f"{key} is {named(folder)}, in {folder}")
     return folder
 
