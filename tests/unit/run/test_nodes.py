@@ -10,7 +10,6 @@ from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.run.nodes import Nodes, watch
 
-
 SHORT = ("--data.max_prompt_tokens", "64", "--rollout.max_answer_tokens", "64")
 
 
