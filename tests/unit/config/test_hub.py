@@ -22,6 +22,7 @@ from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.__main__ import parse_arguments
+from torchtitan.grpo.servers.plan import planned_servers
 
 MODEL, KEY = "acme/tiny", "[model] hf_assets_path"
 SECRET = "hf_secretsecretsecret"
@@ -240,6 +241,13 @@ def test_a_cache_that_cannot_be_written(hub, monkeypatch):
     shutil.rmtree(locks)
     locks.write_text("")  # root may write anywhere
     assert local_folder(KEY, MODEL) == folder
+
+
+def test_servers_of_a_run_get_the_folder(hub):
+    words = ["--model.hf_assets_path", MODEL, "--lora.enable", "--optimizer.lr", "1e-5"]
+    config = fetched(load_config(words))
+    (server,) = planned_servers(config, 0, 1)
+    assert server.model == config.model.hf_assets_path and named(server.model) == f"{MODEL}@{COMMIT}"
 
 
 def test_servers_for_a_trainer_elsewhere(hub, tmp_path, capsys):

@@ -120,8 +120,9 @@ _PATHS = ("path", "validation_path")
 def _rows(title: str, data: Data, limit_s: float) -> Data:
     if data.source != "hf":
         return data
-    paths = {key: path for key in _PATHS if (path := getattr(data, key))}
-    return replace(data, **{k: local_folder(f"{title} {k}", p, "dataset", ROWS, limit_s) for k, p in paths.items()})
+    given = {key: path for key in _PATHS if (path := getattr(data, key))}
+    own: dict[str, Any] = {k: local_folder(f"{title} {k}", p, "dataset", ROWS, limit_s) for k, p in given.items()}
+    return replace(data, **own)
 
 
 def local_folder(
@@ -184,13 +185,12 @@ def _why(error: Exception, wanted: HubId, kind: Kind) -> str:
     """Why something is not fetched, and what to change. Says nothing that may hold a token or a signed address."""
     from huggingface_hub import constants, errors, get_token
 
-    host, place, status = urlsplit(constants.ENDPOINT).hostname, f"the cache {_cache()}", None
+    host, place = urlsplit(constants.ENDPOINT).hostname, f"the cache {_cache()}"
     command = f"hf download {wanted.name}{' --repo-type dataset' if kind == 'dataset' else ''}"
-    if getattr(error, "response", None) is not None:
-        status = error.response.status_code
+    status = getattr(getattr(error, "response", None), "status_code", 0)
     is_local = isinstance(error, errors.LocalEntryNotFoundError)
     said = re.sub(r"\w+://\S+", f"{host}", in_words((is_local and error.__cause__) or error))
-    said = said.replace(get_token() or "\0", "...")
+    said = said.replace(get_token() or "\0", "...")[:300]
     if isinstance(error, errors.GatedRepoError):
         other = "that of an account that may read it" if get_token() else "your token"
         return f"{host} has it gated: accept its conditions there, and set HF_TOKEN to {other}"
