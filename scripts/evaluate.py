@@ -4,10 +4,10 @@
     python scripts/evaluate.py outputs/quickstart/checkpoint/step-120
     python scripts/evaluate.py models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
 
-MODEL is a checkpoint or a Hugging Face folder. Held-out sets, rewards and lengths are those of the configuration: a
-checkpoint brings its run's, `--job.config_file` names another. Every other flag is one of the trainer's, as in
-`--validation.samples_per_prompt 16 --validation.temperature 0.6`. Results go to result.json, answers.jsonl and
-config.toml in a new folder. docs/evaluation.md explains the numbers.
+MODEL is a checkpoint, a Hugging Face folder or an id of the hub. Held-out sets, rewards and lengths are those of the
+configuration: a checkpoint brings its run's, `--job.config_file` names another. Every other flag is one of the
+trainer's, as in `--validation.samples_per_prompt 16 --validation.temperature 0.6`. Results go to result.json,
+answers.jsonl and config.toml in a new folder. docs/evaluation.md explains the numbers.
 
 Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for anything else. The servers are stopped in
 each case.
@@ -28,6 +28,7 @@ import torch
 import torchtitan_overlay  # noqa: F401
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import requests_at_once
+from torchtitan.grpo.config.hub import fetched, local_folder, named
 from torchtitan.grpo.config.machine import raise_file_limit
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.load import load_held_out
@@ -62,7 +63,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", type=Path, help="checkpoint (outputs/x/checkpoint/step-N) or Hugging Face folder")
+    parser.add_argument("model", type=Path, help="checkpoint (outputs/x/checkpoint/step-N), folder or hub id")
     parser.add_argument("--engine", choices=list(ENGINES), default="embedded", help="servers to start or to use")
     parser.add_argument("--url", action="append", default=[], help="use this server, which has the model's weights")
     parser.add_argument(
@@ -136,8 +137,10 @@ def answer(
 
 
 def evaluate(arguments: argparse.Namespace, flags: list[str], resources: contextlib.ExitStack) -> None:
-    folder = model_folder(arguments.model)
+    model = local_folder("MODEL", str(arguments.model))
+    folder = model_folder(Path(model))
     config = evaluation_config(flags, folder, arguments.engine, arguments.url, arguments.server_flags, arguments.jsonl)
+    config = fetched(config)
     tokenizer = load_tokenizer(str(folder), config.data.chat_template_file)
     environments = resources.enter_context(loaded_environments(config))
     sets = load_held_out(config, tokenizer, rows=environments.rows)
@@ -153,7 +156,7 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     answers, software = answer(config, urls, sets, rewards, environments, resources, out)
     check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
     about = {
-        "model": str(arguments.model),
+        "model": named(model),
         "engine": arguments.engine,
         "servers": software,
         "seed": config.debug.seed,

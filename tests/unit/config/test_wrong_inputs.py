@@ -368,8 +368,8 @@ DATA = {
     ),
     "a hub's name": wrong(
         {"--data.source": "hf", "--data.source_args": "{}", "--data.path": "openai/gsm8k"},
-        "not a folder",
-        "(hf download",
+        '[data] path = "openai/gsm8k": no such folder',
+        "`hf download openai/gsm8k --repo-type dataset`",
     ),
     "unknown task": wrong(
         {"--data.source": "reasoning_gym", "--data.source_args": '{"tasks": ["basic_arithmetc"]}'},

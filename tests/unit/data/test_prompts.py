@@ -544,7 +544,7 @@ def test_a_csv_file_is_read_as_a_folder(tokenizer, tmp_path, name):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"source": "hf", "path": "nowhere"}, ["[data] path = 'nowhere'", "not a folder", "download"]),
+        ({"source": "hf", "path": "nowhere"}, ["[data] path = 'nowhere'", "not a folder", "openai/gsm8k"]),
         ({"answer_pattern": "#### (.+)"}, ["[data] answer_pattern", "does not match", "row "]),
         (
             {"source": "reasoning_gym", "source_args": {"tasks": ["chain_sun"]}},

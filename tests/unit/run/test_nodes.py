@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from torchtitan.grpo.run.nodes import watch
+from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.run.nodes import Nodes, watch
+
+SHORT = ("--data.max_prompt_tokens", "64", "--rollout.max_answer_tokens", "64")
 
 
 class Head:
@@ -48,3 +52,17 @@ def test_without_the_store_every_node_ends_after_a_while_unless_it_was_closed():
     del store
     assert within(5, lambda: heads[0].said != "still watches")
     assert heads[0].said == "torchrun's store is gone, and with it the node that held it" and heads[1].said == ""
+
+
+def test_nodes_with_other_commits_of_the_model_are_refused():
+    nodes = Nodes(load_config(["--model.hf_assets_path", str(TINY_QWEN3), "--training.seq_len", "512", *SHORT]))
+    each = {"ranks_here": 1, "local_rank": 0, "problem": ""}
+
+    def problems(*models: str) -> list[str]:
+        return nodes._verdict([each | {"of_hub": model} for model in models])["problems"]
+
+    assert problems("", "") == problems("a/b@1", "a/b@1") == []
+    assert problems("a/b@1", "a/b@1", "a/b@2") == [
+        "[model] hf_assets_path is a/b@1 on rank 0 and a/b@2 on rank 2: name a commit, as in owner/name@commit"
+    ]
+    assert "is a local folder on rank 0 and a/b@1 on rank 1" in problems("", "a/b@1")[0]

@@ -18,6 +18,7 @@
       machine.py        what they need from this machine: ranks, GPUs, variables, packages
       target.py         the machine that a dry run is about
     jobs.py             GRPO or supervised fine-tuning: which keys each reads
+    hub.py              ids of the Hugging Face Hub become local folders
     frozen.py           no key changes once a run has started
     values.py           the same for a process without torch
     resolved.py         the whole configuration as TOML, and as values by key

@@ -202,7 +202,10 @@ def _check_lora_job(config: JobConfig) -> Iterator[str]:
 
 def _check_torchtitan(config: JobConfig) -> Iterator[str]:
     if not config.model.hf_assets_path:
-        yield "[model] hf_assets_path is missing: give the Hugging Face folder with config.json, tokenizer and weights"
+        yield (
+            "[model] hf_assets_path is missing: give the Hugging Face folder with config.json, tokenizer and weights, "
+            "or its id on the hub"
+        )
     if config.model.hf_assets_path.endswith("tokenizer.model"):
         yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that holds it"
     if config.optimizer.name not in ("Adam", "AdamW"):

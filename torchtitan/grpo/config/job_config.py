@@ -397,13 +397,14 @@ class Data:
     """A table of arguments for the source, as in `{ max = 39 }` for `arithmetic`: docs/data.md lists them. It refuses
     those that it does not take."""
     path: Annotated[str, _read_by("path")] = ""
-    """JSONL file or dataset folder."""
+    """JSONL file. With `source = "hf"`: dataset folder, or its id on the hub, as in `openai/gsm8k`, with a revision
+    `openai/gsm8k@main`."""
     subset: Annotated[str, _read_by("subset")] = ""
     """Configuration name of a Hugging Face dataset (GSM8K: `main`)."""
     split: Annotated[str, _read_by("split")] = "train"
     """Split of the training prompts."""
     validation_path: Annotated[str, _read_by("validation_path")] = ""
-    """Held-out JSONL file or folder. Empty: `validation_split`, else the last rows of the training data."""
+    """Held-out JSONL file, folder or id. Empty: `validation_split`, else the last rows of the training data."""
     validation_split: Annotated[str, _read_by("validation_split")] = ""
     """Held-out split of the same dataset."""
     prompt_column: str = "question"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.grpo.config.hub import HUB_KEYS, named
 from torchtitan.grpo.config.keys import TABLES, toml
 from torchtitan.grpo.config.unsupported import honoured_keys
 
@@ -22,8 +23,9 @@ FILE = "config.toml"
 
 
 def resolved(config: JobConfig) -> dict[str, Any]:
-    """Value of every key with an effect, by path (`grpo.group_size`), as JSON values."""
+    """Value of every key with an effect, by path (`grpo.group_size`), as JSON values. Ids of the hub have commits."""
     values = {key.path: attrgetter(key.path)(config) for key in honoured_keys() if key.path not in NOT_IN_A_FILE}
+    values |= {path: named(values[path]) for path in HUB_KEYS if path in values}
     return values | {path: [table.given for table in values[path]] for path in TABLES}
 
 

@@ -36,7 +36,8 @@ class Model:
     """Preset shape of the family, such as `0.6B`. Empty: `model.hf_assets_path`/config.json gives the shape, so any
     size works."""
     hf_assets_path: str = ""
-    """Hugging Face folder with config.json, tokenizer and weights. Required, because prompts need its tokenizer."""
+    """Hugging Face folder with config.json, tokenizer and weights, or its id on the hub: `Qwen/Qwen3-0.6B`, with a
+    revision `Qwen/Qwen3-0.6B@main`. Required, because prompts need its tokenizer."""
     weights: Literal["hf", "random"] = "hf"
     """`hf` loads safetensors from `model.hf_assets_path`. `random` initialises from `debug.seed`."""
     implementation: Literal["auto", "torchtitan", "transformers"] = "auto"

@@ -9,11 +9,11 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from torchtitan.grpo.config.hub import model_name
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint import requests
@@ -312,7 +312,7 @@ def serve(config: JobConfig, collector: Collector) -> None:
         return
     chat = Chat(collector.tokenizer, config.data.chat_template_kwargs, not config.data.chat_template)
     key = os.environ.get(rollout.serve_key_env, "") if rollout.serve_key_env else ""
-    model = PurePath(config.model.hf_assets_path).name
+    model = model_name(config.model.hf_assets_path)
     endpoint = Endpoint(chat, model, rollout.serve_host, rollout.serve_port, key, config.training.seq_len)
     if rollout.environment == ENDPOINT:
         sources = {"": config.data} | {source.name: source.data for source in training_sources(config)}

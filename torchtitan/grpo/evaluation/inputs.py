@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, read_run_config
 from torchtitan.grpo.checkpoint.trainer_state import TRAINER_STATE
 from torchtitan.grpo.config.contradictions import check_contradictions
+from torchtitan.grpo.config.hub import fetched
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.jobs import job_of
 from torchtitan.grpo.config.load import CONFIG_FILE, load_config
@@ -192,6 +193,7 @@ def check_not_trained_on(
             setattr(getattr(run, section), name, value)
     try:
         fill_tables(run)
+        run = fetched(run)
         with loaded_environments(run) as environments:
             rows = environments.rows
             held_out = load_held_out(run, tokenizer, rows=rows) if run.validation.enable else []

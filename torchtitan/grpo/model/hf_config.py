@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise UserError(
             f'[model] hf_assets_path = "{path.parent}": no such folder. Point it at a Hugging Face model folder '
-            "(config.json, tokenizer.json, *.safetensors), e.g. from `hf download Qwen/Qwen3-0.6B --local-dir ...`"
+            "(config.json, tokenizer.json, *.safetensors), or name it by its id on the hub, as in Qwen/Qwen3-0.6B"
         )
     if not path.is_file():
         what = adapters_alone(path.parent) or "download the whole model folder"

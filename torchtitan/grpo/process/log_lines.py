@@ -92,6 +92,8 @@ def init_log_lines(is_continued: bool = False) -> None:
     root.handlers[:] = [_Stdout(rank, is_continued)]
     root.setLevel(logging.ERROR if rank else logging.INFO)
     logging.getLogger("torchtitan.grpo").setLevel(logging.WARNING if rank else logging.INFO)
+    for client in ("httpx", "httpx2"):  # each request of the hub's client, to addresses that may be signed
+        logging.getLogger(client).setLevel(logging.WARNING)
     warnings.formatwarning = _one_line
     logging.captureWarnings(True)
     os.environ["KINETO_LOG_LEVEL"] = "5"  # as torchtitan's init_logger: the profiler says nothing

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.frozen import changed
+from torchtitan.grpo.config.hub import fetched, named
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import this_machine
 from torchtitan.grpo.dry_run.copies import choose_copies
@@ -69,8 +70,21 @@ class Nodes:
         if error is not None and not self._settled and os.environ.get("RANK", "0") == "0":
             tell_waiting_ranks(error)
 
+    def fetch(self) -> JobConfig:
+        """Fetch the model, and on rank 0 the data, that the configuration names by an id of the hub.
+
+        Returns:
+            The configuration with local folders in their place.
+
+        Raises:
+            UserError: See `hub.fetched`.
+        """
+        self._config = fetched(self._config, data=os.environ.get("RANK", "0") == "0")
+        return self._config
+
     def settle(self) -> JobConfig:
-        """Check that all nodes see rank 0's folder of checkpoints. Settle how many copies of the model there are.
+        """Check that all nodes see rank 0's folder of checkpoints, and have the same model of the hub. Settle how many
+        copies of it there are.
 
         Collective over the default group's store. Where `[parallelism] data_parallel_replicate_degree` is 0, the
         configuration that each rank gets back has the number that rank 0 has chosen. From here on, each node watches
@@ -84,6 +98,8 @@ class Nodes:
         store = dist.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         answer: dict[str, Any] = {"ranks_here": int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), "problem": ""}
+        folder = self._config.model.hf_assets_path
+        answer["of_hub"] = named(folder) if named(folder) != folder else ""
         with self._witness() if rank == 0 and world_size > 1 else contextlib.nullcontext() as witness:
             if rank == 0:
                 store.set("witness", json.dumps(witness))
@@ -149,6 +165,12 @@ class Nodes:
         if len(heads) > 1:
             logger.info(f"{world_size} ranks on {len(heads)} nodes. {copies.describe(world_size)}")
         problems = [answer["problem"] for answer in answers if answer["problem"]]
+        if other := [rank for rank, answer in enumerate(answers) if answer["of_hub"] != answers[0]["of_hub"]]:
+            models = [answers[rank]["of_hub"] or "a local folder" for rank in (0, other[0])]
+            problems.append(
+                f"[model] hf_assets_path is {models[0]} on rank 0 and {models[1]} on rank {other[0]}: name a commit, "
+                "as in owner/name@commit"
+            )
         return {"problems": problems, "copies": copies.degree, "heads": heads}
 
     def _watch(self, heads: list[int]) -> None:

@@ -64,6 +64,7 @@ class Run:
         self.nodes = self.resources.enter_context(Nodes(config))
         self.nodes.job = self.job
         try:
+            self.config = self.nodes.fetch()
             self.set_up()
         except BaseException:
             self.__exit__(*sys.exc_info())

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.hub import CONFIG, fetched
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.load import load_config, take_dry_run
 from torchtitan.grpo.config.machine import check_launch
@@ -29,7 +30,8 @@ def run_job(argv: list[str], make: Callable[[JobConfig], Run], job: Job) -> int:
         init_log_lines()
         config = load_config(argv, dry_run, job)
         if dry_run is not None:
-            print(describe(config, dry_run=dry_run, job=job) if os.environ.get("RANK", "0") == "0" else "", end="")
+            if os.environ.get("RANK", "0") == "0":
+                print(describe(fetched(config, data=False, files=CONFIG), dry_run=dry_run, job=job), end="")
             return 0
         if config.ray.enable:
             from torchtitan.grpo.run.ray.driver import drive  # only now: it imports Ray

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+from torchtitan.grpo.config.hub import local_folder
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.process.server_commands import COMMANDS, ServerCommand, ServerCommandError, check_exposure
@@ -23,7 +24,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.grpo.servers", description=f"{summary}\n\n{more}", allow_abbrev=False
     )
-    parser.add_argument("model", help="folder with config.json, a tokenizer and weights")
+    parser.add_argument("model", help="folder with config.json, a tokenizer and weights, or an id of the hub")
     parser.add_argument("--engine", choices=list(COMMANDS), required=True)
     parser.add_argument("--replicas", type=int, default=1, help="number of servers")
     parser.add_argument("--urls_file", type=Path, required=True, help="list of their addresses, which this writes")
@@ -43,6 +44,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--host {arguments.host!r} is no address that a trainer can use: name this machine's own")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         parser.error(f"--api_key_env: the environment variable {arguments.api_key_env} is not set")
+    try:
+        arguments.model = local_folder("MODEL", arguments.model)
+    except UserError as error:
+        parser.error(str(error))
     if not os.path.isfile(os.path.join(arguments.model, "config.json")):
         parser.error(f"{arguments.model} has no config.json: name a Hugging Face model folder")
     try:

@@ -221,8 +221,7 @@ def _hugging_face(wanted: Wanted) -> DatasetRows:
     path, split, key = wanted.path, wanted.split, wanted.path_key
     if not os.path.isdir(path):
         raise UserError(
-            f"[data] {key} = {path!r} is not a folder: download the dataset first "
-            "(hf download NAME --repo-type dataset --local-dir FOLDER)"
+            f"[data] {key} = {path!r} is not a folder: give one, or the dataset's id on the hub, as in openai/gsm8k"
         )
     saved = [name for name in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(path, name))]
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.hub import CONFIG, fetched, named
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.machine import check_ranks
 from torchtitan.grpo.errors import UserError
@@ -45,7 +46,9 @@ def train_in_attempts(argv: list[str], config: JobConfig, make: Callable[[JobCon
     """
     stop_in_time((config.checkpoint.stop_seconds + _CLOSING_S) / SAVING_SHARE)
     restarts = config.ray.max_restarts if config.checkpoint.enable else 0
-    plan = NO_PLAN
+    plan, model = NO_PLAN, fetched(config, data=False, files=CONFIG).model.hf_assets_path
+    if named(model) != model:  # ranks and servers of all nodes and attempts take the same commit
+        argv = with_flags(argv, {"model.hf_assets_path": named(model)})
     for attempt in itertools.count(1):
         try:
             # A cluster of the run's own is new too: its control processes may be what has failed.

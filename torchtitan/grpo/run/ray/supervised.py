@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ray
 
+from torchtitan.grpo.config.hub import fetched
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
@@ -55,7 +56,8 @@ class SupervisedServer:
         try:
             os.chdir(self._folder)
             folder = Path(self._config.job.dump_folder).absolute() / LOG_FOLDER
-            planned = dataclasses.replace(planned_servers(self._config, self._gpus, 0)[0], host=host)
+            config = fetched(self._config, data=False) if self._config.lora.enable else self._config
+            planned = dataclasses.replace(planned_servers(config, self._gpus, 0)[0], host=host)
             launch = dataclasses.replace(launches([planned])[0], name=str(self._index))
             self._supervisor = Supervisor([launch], folder, None, self._config.rollout.start_timeout_seconds, host)
             self._supervisor.start()
