@@ -259,7 +259,10 @@ def _said(file: TextIO | None) -> str:
     if file is None or not _launcher():
         return ""
     file.seek(0)
-    said = json.loads(file.read() or "{}")
+    try:
+        said = json.loads(file.read() or "{}")
+    except ValueError:  # the writer was killed
+        return ""
     fresh = said.get("launcher") == _launcher() and time.time() - said["at"] < _FRESH_S
     return said["folder"] if fresh and os.path.isdir(said["folder"]) else ""
 
