@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.families import Unsupported
+from torchtitan.grpo.model.hf_model import PREFIX, AttentionUse, TransformersModel, with_layers
 from torchtitan.grpo.model.logprobs import token_logprobs
-from torchtitan.grpo.model.transformers import PREFIX, AttentionUse, TransformersModel, with_layers
 
 LENGTHS = (13, 1, 29, 7)
 """Tokens of the documents. The window of the tiny model is shorter than two of them."""
