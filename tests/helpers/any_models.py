@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "exaone4": SLIDES,
     "gemma2": SLIDES,
     "gemma3_text": SLIDES,
-    "gemma4_text": SLIDES | dict(initializer_range=0.05, hidden_size_per_layer_input=8, vocab_size_per_layer_input=131),
+    "gemma4_text": SLIDES | dict(initializer_range=0.02, hidden_size_per_layer_input=8, vocab_size_per_layer_input=131),
     "glm4": {},
     "granite": dict(logits_scaling=3.0, residual_multiplier=0.5, embedding_multiplier=2.0),
     "llama": dict(

@@ -292,8 +292,14 @@ MODELS = {
     "another family": wrong(
         {}, "GemmaForCausalLM", "Qwen3ForCausalLM", spoil=edit(CONFIG, architectures=["GemmaForCausalLM"])
     ),
-    "experts": wrong({}, "mixture of experts", spoil=edit(CONFIG, architectures=["Qwen2MoeForCausalLM"])),
-    "sliding window": wrong({}, "sliding_window", spoil=edit(CONFIG, use_sliding_window=True, sliding_window=64)),
+    "experts": wrong(
+        {}, "mixtures of experts", spoil=edit(CONFIG, architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe")
+    ),
+    "a RoPE of the whole batch": wrong(
+        {},
+        "rope_type = 'dynamic'",
+        spoil=edit(CONFIG, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    ),
     "longer than the model": wrong({"--training.seq_len": "1024"}, "[training] seq_len = 1024", "maximum of 512"),
     "no tokenizer.json": wrong({}, "has no tokenizer.json", spoil=unlink("model/tokenizer.json")),
     "torn tokenizer.json": wrong({}, "tokenizer cannot be loaded", "again", spoil=write("model/tokenizer.json", '{"a')),

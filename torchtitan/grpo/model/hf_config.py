@@ -86,6 +86,12 @@ def _config(raw: dict[str, Any], architecture: str, where: str) -> PreTrainedCon
             f"{own_code}{did_you_mean(architecture, known)}. [model] hf_assets_path must hold a model of a class that "
             "it has, such as " + ", ".join(MODEL_TYPES)
         )
+    meant = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(raw.get("model_type")), architecture)
+    if meant != architecture:
+        raise UserError(
+            f'{where}: "architectures" names {architecture}, and "model_type" = "{raw["model_type"]}" means {meant}, '
+            "which servers would take: download the file again"
+        )
     config_cls = CONFIG_MAPPING[model_type]
     try:
         config = config_cls.from_dict(raw)
