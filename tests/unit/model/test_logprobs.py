@@ -1,3 +1,4 @@
+import functools
 import shutil
 
 import pytest
@@ -18,10 +19,12 @@ def inputs(dtype=torch.float32, tokens=TOKENS, vocab=VOCAB, seed=0):
     return hidden, weight, targets
 
 
-def naive(hidden, weight, targets, temperature, others=None):
+def naive(hidden, weight, targets, temperature, others=None, softcap=0.0):
     """The definition, over the whole [T, V] at once."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    log_p = ((hidden @ weight.T).to(dtype) / temperature).log_softmax(-1)
+    logits = (hidden @ weight.T).to(dtype)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    log_p = (logits / temperature).log_softmax(-1)
     of_target, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     if others is None:
         return of_target, entropy
@@ -57,6 +60,21 @@ def test_values_and_gradients_match_log_softmax(temperature, chunk_tokens, with_
         results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))))
     for ours, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2 * 8 * VOCAB * 4])
+def test_a_softcap_bends_logits_before_the_temperature(kept_bytes):
+    """With other tokens and entropy, in chunks of which some are kept."""
+    hidden, weight, targets = inputs()
+    others, results = different_tokens(), []
+    ours = functools.partial(token_logprobs, chunk_tokens=8, kept_bytes=kept_bytes)
+    for function in (naive, ours):
+        logprobs, entropy, of_others = function(hidden, weight, targets, 0.7, others=others, softcap=3.0)
+        loss = logprobs.sum() + 0.3 * entropy.sum() + (of_others * torch.linspace(-1, 2, 5)).sum()
+        results.append((logprobs, entropy, of_others, *torch.autograd.grad(loss, (hidden, weight))))
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (naive(hidden, weight, targets, 0.7)[0] - results[0][0]).abs().max() > 1, "the softcap does something"
 
 
 @pytest.mark.parametrize(("kept_bytes", "chunks"), [(0, 0), (8 * VOCAB * 4 - 1, 0), (2 * 8 * VOCAB * 4, 2), (10**9, 5)])

@@ -13,7 +13,7 @@
     shards.py              names of sharded and wrapped parameters, and a rank's part of them
     finite.py              weights that are not finite are neither trained nor saved
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
-    document_attention.py  attention within each document, with windows, softcaps and sinks
+    document_attention.py  attention within each document, with windows and softcaps
     documents.py           the documents of a packed row; which positions of equal prefixes are computed once
     replay.py              routing replay: a mixture's routers use the sampler's experts
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens

@@ -1,8 +1,8 @@
 """Causal attention within each document of a packed row, with what models add to it.
 
 On CUDA, FlashAttention's kernels compute it, with a sliding window too. Elsewhere documents of similar length are
-padded to one length, and torch's SDPA computes them. A softcap and attention sinks are computed from whole scores
-there: no kernel that is used here has them.
+padded to one length, and torch's SDPA computes them. A softcap is computed from whole scores there: no kernel that is
+used here has one.
 """
 
 import torch
@@ -43,7 +43,6 @@ def attend(
     *,
     window: int = 0,
     softcap: float = 0.0,
-    sinks: Tensor | None = None,
     flash: Attention = flash_attention_2,
 ) -> Tensor:
     """q: [1, heads, T, head_dim], k: [1, kv_heads, T, head_dim], v: [1, kv_heads, T, v_dim] -> [1, T, heads, v_dim].
@@ -52,16 +51,15 @@ def attend(
         scale: Of the scores, by default head_dim ** -0.5.
         window: A token attends to itself and to the `window - 1` tokens before it. 0: to all before it.
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2. 0: they stay.
-        sinks: [heads], one more score of each head that takes its part of the softmax and has no value (GPT-OSS).
 
     Raises:
-        ValueError: A softcap or sinks on CUDA in bfloat16 or float16.
+        ValueError: A softcap on CUDA in bfloat16 or float16.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
     if not (q.is_meta or (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16))):
-        return _by_length_class(q, k, v, documents, scale, window, softcap, sinks).unsqueeze(0)
-    if q.is_cuda and (softcap or sinks is not None):
-        raise ValueError("no kernel here computes attention with a softcap or sinks")
+        return _by_length_class(q, k, v, documents, scale, window, softcap).unsqueeze(0)
+    if q.is_cuda and softcap:
+        raise ValueError("no kernel here computes attention with a softcap")
     return flash(q, k, v, documents, scale, window).unsqueeze(0)
 
 
@@ -73,7 +71,6 @@ def _by_length_class(
     scale: float | None,
     window: int = 0,
     softcap: float = 0.0,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     # index_select in place of x[slots]: on a CPU, the backward pass of x[slots] takes 50 times as long.
     padded = documents.padded
@@ -82,9 +79,10 @@ def _by_length_class(
     outputs = []
     for i, shape in enumerate(padded.shapes):
         each_q, each_k, each_v = (x[i].unflatten(0, shape).transpose(1, 2) for x in (q_slots, k_slots, v_slots))
-        mask = _in_window(shape[1], window, q.device) if 0 < window < shape[1] else None
-        if softcap or sinks is not None:
-            attended = _from_scores(each_q, each_k, each_v, scale, mask, softcap, sinks)
+        slides = 0 < window < shape[1]
+        mask = _in_window(shape[1], window if slides else shape[1], q.device) if slides or softcap else None
+        if mask is not None and softcap:
+            attended = _from_scores(each_q, each_k, each_v, scale, mask, softcap)
         else:
             attended = F.scaled_dot_product_attention(  # of [docs, heads, L, head_dim]
                 each_q,
@@ -104,18 +102,10 @@ def _in_window(length: int, window: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def _from_scores(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, softcap: float, sinks: Tensor | None
-) -> Tensor:
+def _from_scores(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor, softcap: float) -> Tensor:
     """[docs, heads, L, head_dim] each -> the same, by the formula. Scores are float32 and take [docs, heads, L, L]."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    length = q.shape[2]
-    scores = scores.masked_fill(~(_in_window(length, length, q.device) if mask is None else mask), -torch.inf)
-    if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], -1)
-    return torch.softmax(scores, -1)[..., :length].to(v.dtype) @ v
+    scores = softcap * torch.tanh(scores / softcap)
+    return torch.softmax(scores.masked_fill(~mask, -torch.inf), -1).to(v.dtype) @ v

@@ -1,6 +1,6 @@
 """A language model of transformers on packed rows: its own class, with attention that knows the documents.
 
-Attention goes through transformers' `AttentionInterface`, which hands over what a layer adds (window, softcap, sinks).
+Attention goes through transformers' `AttentionInterface`, which hands over what a layer adds (window, softcap).
 All else is the class's own code: nothing here knows a model. Whether that is right for packed rows, `same_packed.py`
 finds out.
 """
@@ -35,11 +35,10 @@ class AttentionUse:
     window: int = 0
     beyond_kernels: str = ""
 
-    def see(self, q: Tensor, v: Tensor, window: int, softcap: float, sinks: Tensor | None) -> None:
+    def see(self, q: Tensor, v: Tensor, window: int, softcap: float) -> None:
         self.window = max(self.window, window)
         asks = {
             "a softcap of scores": bool(softcap),
-            "attention sinks": sinks is not None,
             "values of another width than queries": v.shape[-1] != q.shape[-1],
             "heads wider than 256": q.shape[-1] > 256,
         }
@@ -170,12 +169,14 @@ def _attention(
     """transformers' interface: query [1, heads, T, head_dim] -> [1, T, heads, head_dim], and no attention weights."""
     if documents is None:
         raise TypeError("its layers do not hand on to attention which documents a row has")
+    if s_aux is not None:
+        raise TypeError("its attention has sinks, which are not computed here")
     # A layer that says None has no window, whatever its module says.
     window = more.get("sliding_window", getattr(module, "sliding_window", None)) or 0
     softcap = softcap or 0.0
     if attention_use is not None:
-        attention_use.see(query, value, window, softcap, s_aux)
-    attended = attend(query, key, value, documents, scaling, window=window, softcap=softcap, sinks=s_aux, flash=flash)
+        attention_use.see(query, value, window, softcap)
+    attended = attend(query, key, value, documents, scaling, window=window, softcap=softcap, flash=flash)
     return attended, None
 
 

@@ -1,0 +1,44 @@
+"""A block of transformers, run without values, saves what the formula of torchtitan's block says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, Qwen3Config
+
+from torchtitan.grpo.dry_run.activations import block_activations
+from torchtitan.grpo.dry_run.measured import measured_activations
+from torchtitan.grpo.model import qwen3
+from torchtitan.grpo.model.transformers import FAMILY
+
+SHAPE = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=8, head_dim=128)
+TOKENS = 4096
+
+
+def measured(config):
+    args = FAMILY.args_from_hf(config)
+    with torch.device("meta"):
+        model = FAMILY.model_cls(args)
+    return measured_activations(model, TOKENS, torch.bfloat16, args.hidden_dim)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_checkpointing_keeps_is_that_of_the_formula(bias):
+    config = Qwen3Config(**SHAPE, num_key_value_heads=4, vocab_size=64, attention_bias=bias)
+    found, shared = measured(config)
+    args = replace(qwen3.args_from_hf(config), attn_type="varlen", attn_mask_type="block_causal")
+    with torch.device("meta"):
+        block = next(qwen3.FAMILY.model_cls(args).layers.children())
+    formula = block_activations(args, block, TOKENS, 2, 1, False, "none")
+    assert (found.input, found.matmuls, found.gradients) == (formula.input, formula.matmuls, formula.gradients)
+    if not bias:  # the order of products with and without one
+        assert found.selected == formula.selected
+    assert formula.saved < found.saved < 1.6 * formula.saved, "norms of transformers keep float32 copies"
+    assert shared == 2 * TOKENS * 128 * 2, "sines and cosines"
+
+
+def test_a_window_saves_no_more():
+    sizes = dict(SHAPE, num_key_value_heads=4, vocab_size=64)
+    slides = measured(Gemma3TextConfig(**sizes, sliding_window=64, layer_types=["sliding_attention", "full_attention"]))
+    whole = measured(Gemma3TextConfig(**sizes, sliding_window=64, layer_types=["full_attention"] * 2))
+    assert slides[0] == whole[0] and slides[0].matmuls > slides[0].selected > slides[0].input
