@@ -3,11 +3,13 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
@@ -18,11 +20,12 @@ from tests.helpers.served_logprobs import worst_logprob_difference
 from tests.helpers.servers import serve_vllm
 from tests.helpers.weight_senders import SYNC, changed, fleet_of, trainer_of, weights_of
 from tests.integration.test_lora import compare_with_peft
-from tests.integration.test_packed_model import TEMPERATURE, alone, samples
+from tests.integration.test_packed_model import TEMPERATURE, alone, packed_attention, samples
 from tests.integration.test_parallel_parity import WAY
 from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.model import document_attention
 from torchtitan.grpo.model.packed import make_packed
-from torchtitan.grpo.model.source import gather_hf, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import ModelSource, gather_hf, load_hf_weights, resolve_model
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 # Of the slow tests a part runs by default, with what differs most. EVERY_MODEL=1 runs all.
@@ -35,15 +38,10 @@ EPS = 1e-2  # of AdamW: a step of a gradient that is rounding alone would be noi
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_gradients_a_step_and_the_export_equal_transformers(kind, tmp_path):
     reference = save(kind, tmp_path)
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(tmp_path), weights="hf"), 128)
-    assert source.name == "transformers"
-    with torch.device("meta"):
-        model = source.build()
-    make_packed(model)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_weights()
-    load_hf_weights(model, source, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))  # as published ones have it
+    source, model = packed_model(tmp_path)
+    assert source.name == "transformers" and {p.dtype for p in model.parameters()} == {torch.float32}
 
     batch = samples([(3, 5), (1, 1), (17, 30), (8, 9), (40, 2), (2, 60)])
     for sample in batch:  # of a larger vocabulary
@@ -76,6 +74,35 @@ def test_logprobs_gradients_a_step_and_the_export_equal_transformers(kind, tmp_p
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     torch.testing.assert_close(alone(again, batch[0])[0], alone(reference, batch[0])[0], atol=1e-5, rtol=1e-5)
+
+
+def packed_model(folder: Path, compile: bool = False) -> tuple[ModelSource, torch.nn.Module]:
+    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
+    with torch.device("meta"):
+        model = source.build()
+    make_packed(model, compile=compile)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    load_hf_weights(model, source, folder)
+    return source, model
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [("olmo2", 1), ("exaone4", 2)])
+def test_each_kind_of_block_is_compiled_once_and_as_a_whole(kind, graphs, tmp_path, monkeypatch):
+    save(kind, tmp_path, vocab_size=300, **({"sliding_window": 120} if kind == "exaone4" else {}))
+    (_, eager), (source, model) = packed_model(tmp_path), packed_model(tmp_path, compile=True)
+    batches = [microbatches(samples(lengths), 128, 1, 128)[0][0] for lengths in ([(3, 5), (10, 20)], [(60, 40)], [])]
+    with torch.no_grad():
+        expected = [eager(row, 1.0)[0] for row in batches]
+        attend = lambda q, k, v, documents, *_: packed_attention(q, k, v, documents.cu_seq_q, documents.max_q)  # noqa: E731
+        monkeypatch.setattr(document_attention, "_by_length_class", attend)
+        torch._dynamo.reset()
+        compiler = CompileCounter()
+        source.family.apply_compile(model, SimpleNamespace(backend=compiler))
+        for row, wanted in zip(batches, expected, strict=True):
+            torch.testing.assert_close(model(row, 1.0)[0], wanted, atol=1e-5, rtol=0)
+    assert compiler.frame_count == graphs
 
 
 def test_two_fsdp_ranks_train_as_one(tmp_path):

@@ -59,11 +59,11 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.model_args = model_args
         self.tied = bool(config.tie_word_embeddings)
-        hf = AutoModelForCausalLM.from_config(
-            with_layers(config, config.num_hidden_layers), attn_implementation=ATTENTION
-        )
-        self.hf: PreTrainedModel = hf
-        self._blocks = _blocks(hf)
+        config = with_layers(config, config.num_hidden_layers)
+        # In torch's default dtype, not in that of config.json.
+        how = {"attn_implementation": ATTENTION, "dtype": torch.get_default_dtype()}
+        self.hf: PreTrainedModel = AutoModelForCausalLM.from_config(config, **how)
+        self._blocks = _blocks(self.hf)
         self.logit_scale, self.logit_softcap = logit_rule(config)
 
     @property
