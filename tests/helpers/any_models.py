@@ -9,12 +9,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=131,  # odd, so that shards are uneven
-    hidden_size=64,
+    hidden_size=128,
     intermediate_size=96,
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=16,
+    head_dim=32,  # vLLM on a CPU has no smaller ones
     max_position_embeddings=128,
     initializer_range=0.1,
     pad_token_id=None,
