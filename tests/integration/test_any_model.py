@@ -71,7 +71,8 @@ def test_logprobs_gradients_a_step_and_the_export_equal_transformers(kind, tmp_p
     stepped = reference.state_dict()
     exported = gather_hf(model, source, torch.float32)
     for name, value in exported.items():
-        torch.testing.assert_close(value, stepped[name].detach(), atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        step = 5e-5 if kind == ROUGH else 1e-5
+        torch.testing.assert_close(value, stepped[name].detach(), atol=step, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
     save_file(exported, tmp_path / "model.safetensors", {"format": "pt"})
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
