@@ -76,7 +76,8 @@ def test_logprobs_gradients_a_step_and_the_export_equal_transformers(kind, tmp_p
     save_file(exported, tmp_path / "model.safetensors", {"format": "pt"})
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
-    torch.testing.assert_close(alone(again, batch[0])[0], alone(reference, batch[0])[0], atol=1e-5, rtol=1e-5)
+    atol = 1e-3 if kind == ROUGH else 1e-5
+    torch.testing.assert_close(alone(again, batch[0])[0], alone(reference, batch[0])[0], atol=atol, rtol=1e-5)
 
 
 def packed_model(folder: Path, compile: bool = False) -> tuple[ModelSource, torch.nn.Module]:
