@@ -23,11 +23,15 @@ objects of the loop are in `torchtitan/grpo/run/`: `Run`, the base of `Trainer`;
 """
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # what imports make stays: to look through it takes a sixth of their time
 
 import torch
 
@@ -305,4 +309,5 @@ def main(argv: list[str], make: Callable[[JobConfig], Run] = Trainer) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()
     run_and_exit(lambda: main(sys.argv[1:]))

@@ -4,6 +4,7 @@ A worker process of Ray could not import this module first: `torchtitan_overlay`
 path to both comes with the first call. So nothing here imports this project but inside a method.
 """
 
+import gc
 import os
 import sys
 from typing import Any
@@ -25,6 +26,7 @@ class RankActor:
         """`common`: what every rank gets, put into Ray once: the driver's `sys.path`, and arguments of `Rank`."""
         paths, *arguments = common
         sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
+        gc.disable()  # as in grpo_train.py
         import torchtitan_overlay  # noqa: F401  before torchtitan
         from torchtitan.grpo.run.ray.rank import Rank
 
