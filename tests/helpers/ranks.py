@@ -6,6 +6,7 @@ Otherwise they are as torchrun or a shell starts them: a script with arguments, 
 
 import contextlib
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -52,6 +53,12 @@ def _environment_of_imports() -> contextlib.AbstractContextManager[object]:
     """For the first start, which is that of the process that imports."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+
+
+def import_everything() -> None:
+    """In this process, which then forks others itself."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
 
 
 def begin_imports() -> None:
