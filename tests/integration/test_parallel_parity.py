@@ -109,11 +109,33 @@ def test_experts_on_four_ranks_equal_one_process(folders, alone, tmp_path):
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
-def test_four_ranks_equal_one_process(folders, alone, tmp_path):
+CHECKPOINTED = [
+    {"tp": 2, "checkpointing": kind, "together": 2 if kind == "full" else 1, "row_tokens": 32}
+    for kind in ("full", "selective")
+]
+REDUCED = {"sharded": (2, 1, 1), "replicated": (2, 1, 2), "replicas of shards": (4, 1, 2), "tensor parallel": (4, 2, 1)}
+"""Ranks, TP and replicas."""
+
+
+def reduced(name: str) -> list[dict[str, Any]]:
+    """Gradients that are reduced after each row, and once a step. In rows of 32 tokens: several for each rank."""
+    _, tp, replicas = REDUCED[name]
+    way = {"tp": tp, "replicas": replicas, "row_tokens": 32}
+    return [way | {"reduce_once": once, "together": together} for once, together in ((False, 1), (True, 2), (True, 3))]
+
+
+@pytest.fixture(scope="module")
+def two_by_two(folders, tmp_path_factory) -> list[torch.Tensor]:
+    """FSDP2 and TP on four ranks: `CHECKPOINTED`, and the gradients of `reduced`. What they have in common is long."""
+    ways = [*CHECKPOINTED, *reduced("tensor parallel")]
+    return list(run(folders["qwen3-tied"], 4, tmp_path_factory.mktemp("two by two") / "4", *ways))
+
+
+def test_four_ranks_equal_one_process(folders, alone, two_by_two, tmp_path):
     """FSDP2 and TP with activation checkpointing, replicas of shards, and replicas of tensor-parallel ranks."""
-    ways = [{"tp": 2, "checkpointing": kind, "together": 2 if kind == "full" else 1} for kind in ("full", "selective")]
-    ways += [{"tp": tp, "replicas": 2} for tp in (1, 2)]
-    for way, found in zip(ways, run(folders["qwen3-tied"], 4, tmp_path / "4", *ways), strict=True):
+    replicas = [{"tp": tp, "replicas": 2} for tp in (1, 2)]
+    founds = [*two_by_two[: len(CHECKPOINTED)], *run(folders["qwen3-tied"], 4, tmp_path / "4", *replicas)]
+    for way, found in zip([*CHECKPOINTED, *replicas], founds, strict=True):
         torch.testing.assert_close(found, alone("qwen3-tied"), atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
@@ -122,19 +144,17 @@ def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(folders, a
     torch.testing.assert_close(parallel, alone("qwen3-tied", computed="bfloat16"), atol=2e-3, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tp", "replicas"),
-    [(2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 2, 1)],
-    ids=["sharded", "replicated", "replicas of shards", "tensor parallel"],
-)
-def test_gradients_that_are_reduced_once_a_step_are_the_same(folders, alone, ranks, tp, replicas, tmp_path):
-    """In rows of 32 tokens: several for each rank. Replicated: pure data parallelism, with nothing sharded."""
+@pytest.mark.parametrize("name", REDUCED)
+def test_gradients_that_are_reduced_once_a_step_are_the_same(folders, alone, name, tmp_path, request):
+    """Replicated: pure data parallelism, with nothing sharded."""
     split = alone("qwen3-tied", row_tokens=32)
     alone = alone("qwen3-tied")
     torch.testing.assert_close(split, alone, atol=1e-5, rtol=0)
-    way = {"tp": tp, "replicas": replicas, "row_tokens": 32}
-    ways = [way | {"reduce_once": once, "together": together} for once, together in ((False, 1), (True, 2), (True, 3))]
-    for way, found in zip(ways, run(folders["qwen3-tied"], ranks, tmp_path / "2", *ways), strict=True):
+    if name == "tensor parallel":
+        founds = request.getfixturevalue("two_by_two")[len(CHECKPOINTED) :]
+    else:
+        founds = run(folders["qwen3-tied"], REDUCED[name][0], tmp_path / "ranks", *reduced(name))
+    for way, found in zip(reduced(name), founds, strict=True):
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import statistics
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
+from tests.helpers.forked_torchrun import python_for_scripts
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import embedded_server
 
@@ -218,7 +220,14 @@ def test_a_mode_end_to_end_on_a_cpu(tmp_path):
     words += f" --steps 2 --warmup 2 --age 1 --json {tmp_path}/rows.jsonl --time-limit-s 200 --bound-s 0.6"
     with embedded_server(tmp_path / "model", tmp_path / "server.log") as url:
         words = [*words.split(), "--urls", url, "--", "--training.steps", 1000]
-        bench_run = Ranks(1, BENCH / "rollouts.py", *words, log=tmp_path / "log")
+        # torchrun's ranks are forked.
+        script, python = tmp_path / "bench.py", python_for_scripts(tmp_path)
+        start = f"sys.executable = {str(python)!r}\nsys.path.insert(0, {str(BENCH)!r})\n"
+        start += f"runpy.run_path({str(BENCH / 'rollouts.py')!r}, run_name='__main__')\n"
+        script.write_text(f"import runpy\nimport sys\n\n{start}")
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        told = os.environ | {"PYTHONPATH": paths}
+        bench_run = Ranks(1, script, *words, log=tmp_path / "log", environment=told)
         bench_run.check(280)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if row.get("mode")]
