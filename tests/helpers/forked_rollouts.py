@@ -4,6 +4,7 @@ What is forked has torch, threads of nobody, and the same program.
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import posix
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 
 from torchtitan.grpo.run.rollout_service import main
 from torchtitan.grpo.weight_wire.version_names import own_run
@@ -54,6 +57,7 @@ def fork(descriptor: int, hides_torch: bool = True) -> Forked:
     run, trainer = own_run(), os.getpid()
     if pid := os.fork():
         return Forked(pid)
+    gc.enable()  # a trainer collects by itself
     os._exit = posix._exit  # `forked_torchrun` has another: the trainer's own code would go on in this process
     try:
         os.setpgid(0, 0)
@@ -65,3 +69,38 @@ def fork(descriptor: int, hides_torch: bool = True) -> Forked:
     finally:
         assert os.getpid() != trainer
         os._exit(1)
+
+
+class ForkedBesides:
+    """In place of `rollout_process.start` too, in a process that has threads: it is forked from the one that `Ranks`
+    are forked from. The part of `subprocess.Popen` that is used of it."""
+
+    def __init__(self, descriptor: int, hides_torch: bool = True) -> None:
+        files = [Connection(os.dup(number), readable=False) for number in (descriptor, 1, 2)]
+        self._process = ForkServerProcess(target=_run, args=(files, dict(os.environ), os.getcwd(), own_run()))
+        self._process.start()
+        self.pid = self._process.pid
+        for file in files:
+            file.close()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("rollouts", timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(files, environ, folder, run):
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    for number in (1, 2):
+        os.dup2(files[number].fileno(), number)
+    main(os.dup(files[0].fileno()), run)

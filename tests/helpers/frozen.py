@@ -13,3 +13,4 @@ for table in TABLES:
     table_keys(table)
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -6,6 +6,7 @@ Otherwise they are as torchrun or a shell starts them: a script with arguments, 
 
 import contextlib
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +31,7 @@ STOP_S = 20.0
 WAIT_S = 180.0
 """For what takes a few seconds on an idle machine, and much longer where all cores import."""
 _PRELOADED = [
+    "tests.helpers.unwatched",  # the first one
     "grpo_train",
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -41,9 +44,27 @@ _PRELOADED = [
     "tests.helpers.forked_servers",
     "tests.helpers.frozen",  # the last one
 ]
+forkserver.set_forkserver_preload(_PRELOADED)
 # A process forked after CUDA was initialised, which imports may do, cannot use it.
 _starts = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_starts.set_forkserver_preload(_PRELOADED)
+
+
+def _environment_of_imports() -> contextlib.AbstractContextManager[object]:
+    """For the first start, which is that of the process that imports."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+
+
+def import_everything() -> None:
+    """In this process, which then forks others itself."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
+
+
+def begin_imports() -> None:
+    """Start the process that others are forked from, unless it runs; `ForkedBesides` needs it."""
+    with _environment_of_imports():
+        forkserver.ensure_running()
 
 
 class Ranks:
@@ -76,9 +97,7 @@ class Ranks:
             environ = dict(environment) | {name: str(value) for name, value in own.items()}
             args = (script, [str(argument) for argument in arguments], environ, cwd, log)
             self.processes.append(_starts.Process(target=_run, args=args))
-        # The first start is that of the process that imports.
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
+        with _environment_of_imports():
             for process in self.processes:
                 process.start()
 

@@ -82,22 +82,25 @@ def forked_server(model: Path, log: Path, *flags: object) -> Iterator[tuple[str,
 
 
 def train(
-    folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1, own_server: bool = False
+    folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1, own_server: bool = False, **variables: str
 ) -> list[dict]:
-    """Run to the end; the lines of metrics.jsonl that belong to GRPO steps 1 and on."""
+    """Run to the end; the lines of metrics.jsonl that belong to GRPO steps 1 and on. `variables`: see `attempt`."""
     flags = flags or {}
     if "--rollout.urls" not in flags and not own_server:
         flags = flags | {"--rollout.urls": embedded_url()}
-    status, said = attempt(folder, flags, ranks)
+    status, said = attempt(folder, flags, ranks, **variables)
     assert status == 0, said[-4000:]
     return steps(folder)
 
 
-def attempt(folder: Path, flags: dict[str, str | None], ranks: int = 1, timeout_s: float = 240) -> tuple[int, str]:
-    """Run to whatever end: (exit status, what was printed)."""
+def attempt(
+    folder: Path, flags: dict[str, str | None], ranks: int = 1, timeout_s: float = 240, **variables: str
+) -> tuple[int, str]:
+    """Run to whatever end: (exit status, what was printed). `variables`: of its environment, besides the usual ones."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.parent / f"{folder.name}.log"
-    run = Ranks(ranks, ROOT / "grpo_train.py", *arguments(folder, flags), log=log, environment=environment())
+    environ = environment() | variables
+    run = Ranks(ranks, ROOT / "grpo_train.py", *arguments(folder, flags), log=log, environment=environ)
     return run.wait(timeout_s), run.log
 
 

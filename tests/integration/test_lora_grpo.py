@@ -69,7 +69,13 @@ def without_checkpoint(line: dict) -> dict:
 def test_two_ranks_with_a_server_of_their_own(base, tmp_path):
     """It loads the base itself. Background updates, and the KL in the reward."""
     background = {"async_grpo.enabled": None, "weight_sync.async_weight_update": None, "grpo.kl_placement": "reward"}
-    lines = train(tmp_path / "run", flags(base, **background, **{"training.steps": 3}), ranks=2, own_server=True)
+    lines = train(
+        tmp_path / "run",
+        flags(base, **background, **{"training.steps": 3}),
+        ranks=2,
+        own_server=True,
+        FORKED_SERVERS="1",
+    )
     assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines if line["rollout/age_max"] == 0)
 
 

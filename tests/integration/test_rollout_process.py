@@ -245,11 +245,11 @@ def test_two_processes_that_are_killed_lose_no_step_and_train_none_twice(two_und
 
 def test_two_processes_resume_and_another_number_is_refused(two_undisturbed, tmp_path):
     run = tmp_path / "run"
-    train(run, TWO | {"--training.steps": "3"})
+    train(run, TWO | {"--training.steps": "3"}, STARTED_ROLLOUTS="0")
     resumed = TWO | {"--checkpoint.resume": None}
     status, said = lossy(run, resumed | {"--rollout.processes": "1"}, [])
     assert status == 2 and "has the prompts of 2 rollout processes" in said and "processes = 2" in said, said[-2000:]
-    train(run, resumed, 2)  # each rank gets rows of both
+    train(run, resumed, 2, STARTED_ROLLOUTS="0")  # each rank gets rows of both
     assert {step: sorted(own) for step, own in logged(run).items()} == {
         step: sorted(own) for step, own in logged(two_undisturbed).items()
     }

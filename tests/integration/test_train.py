@@ -132,7 +132,7 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
 
     script, log, checkpoint = ROOT / "scripts" / "evaluate.py", tmp_path / "log", tmp_path / "run/checkpoint/step-2"
     (tmp_path / "noisy.py").write_text("def score(answer, prompt):\n    print('judged')\n    return 1.0\n")
-    own = environment()
+    own = environment() | {"FORKED_SERVERS": "1"}  # test_environment.py has an evaluation that starts its own
     own["PYTHONPATH"] = f"{tmp_path}:{own.get('PYTHONPATH', '')}"
     judged = "--reward.functions", "exact_match,numeric_match,noisy:score", "--reward.weights", "1,1,0"
     evaluation = Ranks(1, script, checkpoint, *judged, log=log, environment=own, found=False)

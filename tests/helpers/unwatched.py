@@ -1,0 +1,5 @@
+"""Switches garbage collection off, until `frozen` has been imported: a sixth of the time that imports take."""
+
+import gc
+
+gc.disable()
