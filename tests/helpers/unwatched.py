@@ -1,4 +1,4 @@
-"""Switches garbage collection off, until `frozen` has been imported: a sixth of the time that imports take."""
+"""Switches garbage collection off, until `frozen` has been imported: a tenth of the time that imports take."""
 
 import gc
 

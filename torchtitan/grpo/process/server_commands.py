@@ -55,7 +55,7 @@ _ADD_SGLANG_KEY = (
 )
 
 # `python -m torchtitan.grpo.engines.embedded`, but without upstream's `torchtitan/__init__.py`. What is imported stays:
-# for garbage collection to look through it takes a sixth of the start.
+# for garbage collection to look through it takes a tenth of the start.
 _EMBEDDED = (
     "import gc; gc.disable(); import torchtitan_overlay; "
     "from torchtitan.grpo.engines.embedded.__main__ import main; main()"
