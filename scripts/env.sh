@@ -52,7 +52,7 @@ install_torch() {
         case ${3:-} in
             torch==*) wanted=$3 ;;
             cpu) ;;
-            *) if nvidia-smi -L >/dev/null 2>&1; then wanted="torch>=2.11,<2.14"; fi ;;
+            *) if nvidia-smi -L >/dev/null 2>&1; then wanted="torch>=2.11,<2.16"; fi ;;
         esac
         "$python" -m pip install --quiet "$wanted" || return
     fi
