@@ -32,7 +32,7 @@ export CUDA_VISIBLE_DEVICES=
 parity=(
     tests/unit/engines/embedded tests/unit/model tests/unit/policy tests/unit/weight_wire
     tests/integration/test_hf_parity.py tests/integration/test_packed_model.py
-    tests/integration/test_parallel_parity.py
+    tests/integration/test_parallel_parity.py tests/integration/test_any_model.py
 )
 conformance=tests/integration/test_engine_conformance.py
 
