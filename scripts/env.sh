@@ -43,14 +43,18 @@ begin_install() {
     trap 'rm -rf "$work"' EXIT
 }
 
-# install_torch PYTHON CONSTRAINT_FILE [cpu]: install torch unless it is there. Then pin it in the file, so that later
-# installs keep it. Without a GPU, or with `cpu`, it is 2.13.0. pip prefers the CPU build if it can find one
+# install_torch PYTHON CONSTRAINT_FILE [cpu | torch==VERSION]: install torch unless it is there. Then pin it in the file,
+# so that later installs keep it. Without a GPU, or with `cpu`, it is 2.13.0. pip prefers the CPU build if it can find one
 # (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL); otherwise it installs the CUDA build, which is large.
 install_torch() {
     local python=$1 constraints=$2 wanted="torch==2.13.0"
     if ! "$python" -c 'import torch' 2>/dev/null; then
-        if nvidia-smi -L >/dev/null 2>&1 && [ "${3:-}" != cpu ]; then wanted="torch>=2.11,<2.14"; fi
-        "$python" -m pip install --quiet "$wanted"
+        case ${3:-} in
+            torch==*) wanted=$3 ;;
+            cpu) ;;
+            *) if nvidia-smi -L >/dev/null 2>&1; then wanted="torch>=2.11,<2.16"; fi ;;
+        esac
+        "$python" -m pip install --quiet "$wanted" || return
     fi
     "$python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$constraints"
 }

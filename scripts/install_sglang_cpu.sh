@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Install SGLang for CPU into its own virtual environment.
 #
-#   bash scripts/install_sglang_cpu.sh [VENV_DIR]
+#   bash scripts/install_sglang_cpu.sh [VENV_DIR] [VERSION]
 #
 # VENV_DIR: default $TORCHTITAN_GRPO_SGLANG_VENV, else ~/.cache/torchtitan-grpo/sglang-cpu. About 2.5 GB, some minutes.
-# Does nothing if a complete environment is there. PYTHON picks the Python. The server runs dense text models in
-# float32. It is slow: use it for tests and experiments.
+# VERSION: default 0.5.23. Does nothing if a complete environment is there. PYTHON picks the Python. The server runs
+# dense text models in float32. It is slow: use it for tests and experiments.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
 root=$(repo_root)
-sglang_version=0.5.23
+sglang_version=${2:-0.5.23}
 lock_venv "${1:-$(sglang_cpu_venv)}"
 
 # Complete: the wanted version of SGLang, and the whole server with a model, import on a CPU.
@@ -44,8 +44,12 @@ echo "2/4 SGLang $sglang_version"
 # Without its dependencies: they name another torch and many packages of CUDA kernels.
 "$python" -m pip install --quiet --no-deps "sglang==$sglang_version"
 echo "3/4 SGLang's requirements"
+# Each version is written for one of transformers, and names it.
+transformers=$("$python" -c 'from importlib.metadata import requires
+print(*{name for name in requires("sglang") if name.startswith("transformers==")})')
+sed "s/^transformers==.*/$transformers/" "$root/scripts/sglang_cpu_requirements.txt" > "$work/requirements.txt"
 # pip also complains of SGLang's dependencies that are left out. Its output is shown only if the installation fails.
-"$python" -m pip install --quiet -c "$work/constraints.txt" -r "$root/scripts/sglang_cpu_requirements.txt" \
+"$python" -m pip install --quiet -c "$work/constraints.txt" -r "$work/requirements.txt" \
     2> "$work/pip.log" || { cat "$work/pip.log" >&2; exit 1; }
 echo "4/4 stand-ins for sgl_kernel and torchvision"
 # sgl_kernel: SGLang's compiled kernels. No CPU wheel exists; a server on a CPU imports names from it and, with the

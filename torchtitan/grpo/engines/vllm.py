@@ -15,7 +15,7 @@ Id = TypeVar("Id")
 
 
 class VllmClient(HttpClient):
-    """An `EngineClient` for one vLLM (0.25 to 0.32) or embedded server.
+    """An `EngineClient` for one vLLM (0.25 to 0.33) or embedded server.
 
     Args:
         url: The server's base address.

@@ -1,6 +1,6 @@
 """The control routes of one vLLM or embedded server: pause, weight updates. Synchronous, for threads.
 
-The routes are vLLM's development routes (0.25.1 and 0.32.0); the embedded server has the same ones.
+The routes are vLLM's development routes (0.25.1 to 0.33.0); the embedded server has the same ones.
 """
 
 import json

@@ -28,8 +28,10 @@ logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it i
 
 ENGINE = ("torchtitan.grpo.inside_vllm.transfer_engine", "TorchtitanGrpoEngine")
 
-TESTED = ">=0.25.1,<0.33"
+TESTED = ">=0.25.1,<0.34"
 """vLLM versions that this project is tested with; pyproject.toml has the same."""
+RAN = "0.25.1 on GPUs, 0.32.0 and 0.33.0 on CPUs"
+"""Those whose servers the tests have run. 0.33.0 has no build for CPUs: its Python code ran with 0.32.0's kernels."""
 _OLDEST, _NEXT = (tuple(map(int, bound.strip("<>=").split("."))) for bound in TESTED.split(","))
 
 _PARENT_POLL_S = 0.2
@@ -153,6 +155,7 @@ def untested(version: str) -> str:
     if numbers and _OLDEST <= tuple(int(number or 0) for number in numbers.groups()) < _NEXT:
         return ""
     return (
-        f"vLLM {version} is outside the range that torchtitan-grpo is tested with ({TESTED}). Weight updates, token "
-        f"versions or replies may fail or be wrong. Install one of these: pip install 'vllm{TESTED}'"
+        f"vLLM {version} is outside the range that torchtitan-grpo is tested with ({TESTED}; servers of "
+        f"{RAN}). Weight updates, token versions or replies may fail or be wrong. Install one of these: "
+        f"pip install 'vllm{TESTED}'"
     )

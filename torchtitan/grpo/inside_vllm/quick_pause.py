@@ -1,8 +1,10 @@
 """A pause for new weights returns as soon as the engine has stopped.
 
-vLLM's own (0.25 to 0.32) sleeps for 20 ms after that, so that answers that have ended are usually delivered first. That
+vLLM's own (0.25 to 0.33) sleeps for 20 ms after that, so that answers that have ended are usually delivered first. That
 was most of a pause, in which the server generates nothing. Nobody here relies on that order: the version of a token
 follows from the order in which the engine's outputs come (`before_vllm_0_32`), or is the engine's word.
+
+Requests that come during the pause wait for its end. From 0.33 on, vLLM's own refuses them in mode "wait".
 """
 
 import functools

@@ -264,7 +264,7 @@ class VllmCommand(ServerCommand):
     python_variable = "VLLM_PYTHON"
     key_variable = "VLLM_API_KEY"
     own_flags = ("--model", "--host", "--port", "--api-key", "--tensor-parallel-size", "-tp")
-    _requirement = "'vllm>=0.25.1,<0.33'"
+    _requirement = "'vllm>=0.25.1,<0.34'"
     _needs_plugin = True
 
     def environment(self) -> dict[str, str]:

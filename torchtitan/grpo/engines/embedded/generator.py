@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from torchtitan.grpo.data.samples import FinishReason
-from torchtitan.grpo.engines.embedded.kv_cache import RowCache
+from torchtitan.grpo.engines.embedded.kv_cache import RowCache, cache_argument
 from torchtitan.grpo.engines.embedded.model import logits_of
 from torchtitan.grpo.engines.embedded.routing import RoutingRecorder
 from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
@@ -131,6 +131,7 @@ class Generator:
         self.cache_tokens = cache_bytes // token_bytes
         self.routing = RoutingRecorder(model)
         self._cache = RowCache(config.num_hidden_layers)
+        self._cached = {cache_argument(model.base_model): self._cache, "use_cache": True}
         self._running: list[Branch] = []  # running[r] is row r of the cache
         self._waiting: deque[Answer] = deque()
 
@@ -286,8 +287,7 @@ class Generator:
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
+            **self._cached,
         )
         return output.last_hidden_state
 

@@ -1,9 +1,11 @@
 """Keys and values of the running rows, in transformers' cache interface, and how much memory they may take."""
 
+import inspect
 import os
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 
@@ -110,6 +112,13 @@ class RowCache(Cache):
         self.row_capacity = self.token_capacity = 0
         for layer in self.layers:
             layer.keys = layer.values = None
+
+
+def cache_argument(model: nn.Module) -> str:
+    """How `model`'s forward calls its keys and values. Newer versions of transformers name them "cache"; there
+    "past_key_values" is a warning, and from 5.40 on an error."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def cache_budget_bytes(device: torch.device, memory_share: float = 0.0) -> int:

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from torchtitan.grpo.engines.embedded.generator import PREFILL_TOKENS
+from torchtitan.grpo.engines.embedded.kv_cache import cache_argument
 from torchtitan.grpo.engines.embedded.model import logits_of
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 
@@ -42,10 +43,11 @@ def token_logprobs(
         cached: dict[str, Any] = {"use_cache": False}
         begun: list[Known] = []
         if shared:
-            cached = {"use_cache": True, "past_key_values": DynamicCache(config=model.config)}
+            prefix = DynamicCache(config=model.config)
+            cached = {"use_cache": True, cache_argument(model.base_model): prefix}
             states = model.base_model(input_ids=tokens[:1, :shared], **cached).last_hidden_state
             begun = _of_sequence(model, states[0], tokens[0, :shared], temperature, top_k)
-            cached["past_key_values"].batch_repeat_interleave(len(batch))
+            prefix.batch_repeat_interleave(len(batch))
         hidden = model.base_model(input_ids=tokens[:, shared:], **cached).last_hidden_state
         if shared:  # the last shared state predicts the first token that is not
             hidden = torch.cat([states[:, -1:].expand(len(batch), -1, -1), hidden], 1)
