@@ -6,6 +6,7 @@ the second update on.
 """
 
 import logging
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,12 +50,15 @@ _EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """vLLM's stacks, and what a checkpoint has of each expert."""
 
 
-def expected_names(model: torch.nn.Module, tied: bool) -> set[str]:
+def expected_names(model: torch.nn.Module, tied: bool, given: Collection[str] = ()) -> set[str]:
     """Hugging Face names of the weights that the model is made of.
 
     vLLM fuses checkpoint tensors (q, k and v into one); `packed_modules_mapping` says which. Its reload only warns when
     a layer received nothing, and is silent when a layer received a part. So the names are compared here. Experts are
     stacked, w1 and w3 in one; each worker counts all of them, wherever they are.
+
+    Args:
+        given: What comes. Some checkpoints have tensors fused as vLLM has them (GLM-4's `gate_up_proj`).
     """
     fused = getattr(model, "packed_modules_mapping", {})
     names: set[str] = set()
@@ -68,7 +72,7 @@ def expected_names(model: torch.nn.Module, tied: bool) -> set[str]:
             names.update(f"{layer}.experts.{expert}.{kind}.weight" for expert in range(count) for kind in kinds)
             continue
         *path, module, kind = name.split(".")
-        parts = fused.get(module, [module])
+        parts = [module] if name in given else fused.get(module, [module])
         names.update(".".join([*path, part, kind]) for part in parts)
     return names
 
@@ -104,7 +108,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         if self._adapters is not None:
             self._receiver = joined
             return
-        missing = sorted(expected_names(self.model, self._tied) - set(joined.names))
+        missing = sorted(expected_names(self.model, self._tied, joined.names) - set(joined.names))
         if missing and self.model_config.quantization is None and parallel.pipeline_parallel_size == 1:
             joined.close()
             raise ValueError(
