@@ -203,7 +203,7 @@ def test_bad_names(section, message):
     ("changes", "message"),
     [
         (
-            {"architectures": ["Gemma3ForCausalLM"]},
+            {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
             r'"torchtitan" has Qwen3ForCausalLM.*, and not "Gemma3ForCausalLM": set it to "auto"',
         ),
         ({"architectures": None, "model_type": "no such"}, r"""no causal language model "model_type 'no such'\""""),
