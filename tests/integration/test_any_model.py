@@ -17,7 +17,7 @@ from tests.helpers.any_models import KINDS, save
 from tests.helpers.microbatches import microbatches
 from tests.helpers.ranks import Ranks
 from tests.helpers.served_logprobs import worst_logprob_difference
-from tests.helpers.servers import serve_vllm
+from tests.helpers.servers import supervised
 from tests.helpers.weight_senders import SYNC, changed, fleet_of, trainer_of, weights_of
 from tests.integration.test_lora import compare_with_peft
 from tests.integration.test_packed_model import TEMPERATURE, alone, packed_attention, samples
@@ -153,8 +153,9 @@ def test_vllm_serves_what_is_published(kind, tmp_path):
     source, model = trainer_of(tmp_path / "A")
     assert source.name == "transformers"
     (tmp_path / "server").mkdir()
-    with serve_vllm(tmp_path / "server", tmp_path / "A", "--max-num-seqs", "4") as server:
-        control = VllmControl(server.url, None, 60.0)
+    with supervised("vllm", tmp_path / "server", tmp_path / "A", "--max-num-seqs", "4") as running:
+        (url,) = running.urls
+        control = VllmControl(url, None, 60.0)
         sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), torch.device("cpu"))
         sync.connect()
         worst = {}
@@ -162,6 +163,6 @@ def test_vllm_serves_what_is_published(kind, tmp_path):
             load_hf_weights(model, source, tmp_path / name)
             sync.publish(version)
             served = reference if name == "A" else AutoModelForCausalLM.from_pretrained(other).eval()
-            worst[version, name] = worst_logprob_difference(server.url, served)
+            worst[version, name] = worst_logprob_difference(url, served)
         sync.close()
     assert max(worst.values()) <= 1e-4, worst
