@@ -242,6 +242,11 @@ BAD_TOML = {
     ),
     "importance without 1": ("[grpo]\nimportance_max = 0.5", "[grpo] importance_max = 0.5", "must have 1 between"),
     "k1 in the loss": ("[grpo]\nkl_coef = 0.1\nkl_estimator = 'k1'", "[grpo] kl_estimator", 'kl_placement = "reward"'),
+    "a preset of transformers": (
+        "[model]\nname = 'qwen3'\nflavor = '0.6B'\nimplementation = 'transformers'",
+        '[model] flavor = "0.6B" is a preset of torchtitan',
+        'implementation = "auto"',
+    ),
     "FA4 in float32": (
         "[training]\nflash_attention = 'FA4'\nmixed_precision_param = 'float32'",
         '[training] flash_attention = "FA4"',
