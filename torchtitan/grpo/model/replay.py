@@ -27,18 +27,13 @@ def route_shape(model_args: Any) -> RouteShape:
     return RouteShape(model_args.n_layers, experts.top_k, experts.num_experts)
 
 
-def set_routes(model: nn.Module, routes: Tensor | None) -> bool:
-    """Have the routers use `routes` [T, layers, top_k] in the next forward pass and its backward; None: their own.
-
-    Returns:
-        Whether they use them.
-    """
+def set_routes(model: nn.Module, routes: Tensor | None) -> None:
+    """Have the routers use `routes` [T, layers, top_k] in the next forward pass and its backward; None: their own."""
     routers = _routers(model)
     # Contiguous, and all of one layout: a compiled block is compiled once.
     by_layer = [None] * len(routers) if routes is None else routes.transpose(0, 1).contiguous().unbind(0)
     for router, own in zip(routers, by_layer, strict=True):
         router.routes = own
-    return bool(routers) and routes is not None
 
 
 def agreement(model: nn.Module) -> Tensor:

@@ -3,7 +3,6 @@
 Each class is compared with itself first (`same_packed.py`), and refused where packed rows give other values.
 """
 
-import copy
 import dataclasses
 from typing import Any, cast
 
@@ -126,7 +125,7 @@ FAMILY = Family(
     model_cls=_build,
     flavors={},
     args_from_hf=args_from_hf,
-    rope_to_hf=lambda args: dict(copy.deepcopy(args.config.rope_parameters)),
+    rope_to_hf=lambda args: args.config.rope_parameters,
     rope_types=(),
     adapter_cls=cast(Any, HfNames),
     apply_tensor_parallel=None,

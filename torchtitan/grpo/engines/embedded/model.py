@@ -52,7 +52,9 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
 def logits_of(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """The output layer's logits of states [..., D], as the model's own forward has them."""
     scale, softcap = logit_rule(model.config)
-    logits = model.get_output_embeddings()(hidden) * scale
+    logits = model.get_output_embeddings()(hidden)
+    if scale != 1:  # most have none: a pass over the vocabulary less
+        logits = logits * scale
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
