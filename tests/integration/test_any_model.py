@@ -132,7 +132,7 @@ def test_two_fsdp_ranks_train_as_one(tmp_path):
 def test_adapters_equal_peft(tmp_path):
     pytest.importorskip("peft")
     ways = []
-    adapted = [kind for kind in RANKED if kind != ROUGH]  # of its gradients AdamW magnifies the rounding
+    adapted = "exaone4", "gemma3_text", "phi3"
     for kind in adapted:
         save(kind, tmp_path / kind)
         ways.append({"tp": 1, "checkpointing": "full", "folder": str(tmp_path / kind)})
@@ -140,7 +140,7 @@ def test_adapters_equal_peft(tmp_path):
     out.mkdir()
     Ranks(2, worker, "", out, json.dumps(ways), log=tmp_path / "log", cwd=tmp_path).check()
     for number, kind in enumerate(adapted):
-        compare_with_peft(tmp_path / kind, out / str(number), 3e-5)
+        compare_with_peft(tmp_path / kind, out / str(number))
 
 
 @pytest.mark.vllm

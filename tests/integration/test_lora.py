@@ -69,14 +69,14 @@ def test_forward_gradients_and_a_step_equal_peft(name, ranks, tmp_path):
         compare_with_peft(folder, out / str(number))
 
 
-def compare_with_peft(folder: Path, of_way: Path, tolerance: float = 1e-5) -> None:
+def compare_with_peft(folder: Path, of_way: Path) -> None:
     seen = load_file(of_way / "seen.safetensors")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, of_way / "before", is_trainable=True)
     trained = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
 
     def same(own: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
-        torch.testing.assert_close(own, theirs, atol=tolerance, rtol=1e-5, msg=lambda m: f"{of_way.name}, {what}: {m}")
+        torch.testing.assert_close(own, theirs, atol=1e-5, rtol=1e-5, msg=lambda m: f"{of_way.name}, {what}: {m}")
 
     predicted = logprobs(model)
     same(seen["before"].sort().values, predicted.detach().sort().values, "log-probabilities")
