@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--what", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b"], help="of a Qwen3 (default 0.6b)")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b"], help="default: 0.6b, of a Qwen3")
     parser.add_argument("--layers", type=positive, default=0, metavar="N", help="of each shape, in place of its own")
     parser.add_argument("--tokens", type=positive, default=16384, help="of one microbatch (default 16384)")
     parser.add_argument("--documents", type=positive, default=4096, metavar="TOKENS", help="length (default 4096)")

@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.helpers import any_models
 from tests.helpers.ranks import free_port
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.model import flash_attention as attention
 from torchtitan.grpo.model import packed as packed_model
+from torchtitan.grpo.model.by_document import plain_functions
+from torchtitan.grpo.model.document_attention import attend
 from torchtitan.grpo.model.flash_operator import MODULE, row_kernels
 from torchtitan.grpo.model.logprobs import token_logprobs
 from torchtitan.grpo.model.parallelize import build_model
@@ -91,9 +95,9 @@ def group(answers: tuple[int, ...] = (20, 150, 7)) -> list[PackedSample]:
 
 
 def expected(folder, batch: list[PackedSample]) -> list[torch.Tensor]:
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
     result = []
-    with torch.no_grad():
+    with torch.no_grad(), plain_functions(type(model)):
         for sample in batch:
             ids = torch.tensor([sample.prompt_ids + sample.answer_ids], device=DEVICE)
             logprobs = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
@@ -126,6 +130,51 @@ def test_logprobs_equal_transformers_and_train(folder, precision, compile, toler
         (-model(row, 1.0)[0].sum()).backward()
         optimizer.step()
     assert model(row, 1.0)[0].sum().item() > before + 10
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo3", *any_models.BY_DOCUMENT])
+def test_classes_of_transformers_equal_themselves_and_train(kind, compile, tmp_path):
+    """With windows, and with recurrent states by flash-linear-attention where it is installed."""
+    more = {"sliding_window": 64} if "sliding_window" in any_models.KINDS[kind] else {}
+    sizes = dict(vocab_size=1000, max_position_embeddings=512, initializer_range=0.02)
+    any_models.save(kind, tmp_path, **sizes, **more)
+    batch = samples() + group()
+    model = build(tmp_path, "bfloat16", compile)
+    (row,) = pack(batch, 896, 1, 896)[0]
+    row, order = Microbatch.of(row, DEVICE), row.samples.tolist()
+    reference = expected(tmp_path, batch)
+    want = torch.cat([reference[i] for i in order])
+    logprobs, _ = model(row, 1.0)
+    assert (logprobs - want).abs().max() < 0.05
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = logprobs.sum().item()
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-model(row, 1.0)[0].sum()).backward()
+        optimizer.step()
+    assert model(row, 1.0)[0].sum().item() > before + 10
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("flash", [attention.flash_attention_2, attention.flash_attention_4])
+def test_a_window_of_the_kernels_is_that_of_a_mask(flash, head_dim):
+    """Output and gradients, with documents that attend to a prompt of an earlier one."""
+    if flash is attention.flash_attention_4:
+        pytest.importorskip(MODULE, reason="flash-attn-4 is not installed")
+    *example, documents = attention._example(DEVICE, 4, 2, head_dim)
+
+    def masked(q, k, v, documents, scale, window):
+        return attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), documents, scale, window=window)[0]
+
+    exact = {
+        window: attention._results(masked, *(x.float() for x in example), documents, window) for window in (0, 100)
+    }
+    for window in (0, 100):
+        found = attention._results(flash, *example, documents, window)
+        for ours, right, other in zip(found, exact[window], exact[100 - window], strict=True):
+            assert (ours - right).norm() < attention.TOLERANCE * right.norm()
+            assert (ours - other).norm() > 5 * attention.TOLERANCE * right.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,8 +30,10 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 
 # Of the slow tests a part runs by default, with what differs most. EVERY_MODEL=1 runs all.
 EVERY = "EVERY_MODEL" in os.environ
-RANKED = tuple(KINDS) if EVERY else ("exaone4", "gemma3_text", "phi3")
-SERVED = tuple(KINDS) if EVERY else ("glm4",)  # whose projections are fused in files, too
+RANKED = tuple(KINDS) if EVERY else ("exaone4", "gemma3_text", "qwen3_5_text")
+SERVED = (
+    tuple(kind for kind in KINDS if kind not in ("falcon_h1", "lfm2")) if EVERY else ("glm4",)
+)  # whose projections are fused in files, too
 ROUGH = "gemma4_text"  # its scores are not scaled by the width of a head, so rounding counts more
 EPS = 1e-2  # of AdamW: a step of a gradient that is rounding alone would be noise
 
@@ -147,12 +149,14 @@ def test_adapters_equal_peft(tmp_path):
 @pytest.mark.parametrize("kind", SERVED)
 def test_vllm_serves_what_is_published(kind, tmp_path):
     """Weights A, B and A again by the plug-in, which checks their sums; then the sampler computes what A computes."""
+    # In bfloat16 alone its recurrent states are computed on a CPU. vLLM imports torchvision for it.
+    dtype, most = ("bfloat16", 0.2) if kind == "qwen3_5_text" else ("float32", 1e-4)
     reference = save(kind, tmp_path / "A")
     other = changed(tmp_path / "A", 7, tmp_path / "B")
     source, model = trainer_of(tmp_path / "A")
     assert source.name == "transformers"
     (tmp_path / "server").mkdir()
-    with supervised("vllm", tmp_path / "server", tmp_path / "A", "--max-num-seqs", "4") as running:
+    with supervised("vllm", tmp_path / "server", tmp_path / "A", "--max-num-seqs", "4", "--dtype", dtype) as running:
         (url,) = running.urls
         control = VllmControl(url, None, 60.0)
         sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), torch.device("cpu"))
@@ -164,4 +168,4 @@ def test_vllm_serves_what_is_published(kind, tmp_path):
             served = reference if name == "A" else AutoModelForCausalLM.from_pretrained(other).eval()
             worst[version, name] = worst_logprob_difference(url, served)
         sync.close()
-    assert max(worst.values()) <= 1e-4, worst
+    assert max(worst.values()) <= most, worst

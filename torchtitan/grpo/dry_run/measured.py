@@ -3,10 +3,11 @@
 It runs on the meta device, so it takes milliseconds and no memory, whatever the model's size.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 def measured_activations(
     model: "TransformersModel", tokens: int, dtype: torch.dtype, width: int
 ) -> tuple[BlockActivations, int]:
-    """Activations of the first block for a row of `tokens`, and the bytes that all blocks share (rotary embeddings).
+    """Activations of a block for a row of `tokens`, and the bytes that all blocks share (rotary embeddings).
+
+    Of blocks of several kinds it is the most that any of them takes.
 
     Args:
         model: On the meta device. It is cast to `dtype`.
@@ -28,22 +31,24 @@ def measured_activations(
     """
     from torchtitan.grpo.model.documents import Documents
 
-    block = next(iter(model.to(dtype).layers))
-    given: dict[str, Any] = {}
-
-    def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.update(args=args, kwargs=kwargs)
-
+    blocks = {str(block): block for block in reversed(model.to(dtype).layers)}  # the first of each kind
+    given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    for block in blocks.values():
+        block.register_forward_pre_hook(lambda block, *inputs: given.update({block: inputs}), with_kwargs=True)
     with torch.device("meta"):
         starts = torch.empty(2, dtype=torch.int32)
         ids, positions = torch.empty(2, tokens, dtype=torch.int64).unbind()
-        handle = block.register_forward_pre_hook(see, with_kwargs=True)
         with torch.no_grad():
             model.final_states(ids, positions, Documents(starts, starts, tokens, tokens))
-        handle.remove()
-    hidden = given["args"][0].detach().requires_grad_()
-    shared = _storages(given["kwargs"])
-    apart = shared | _storages(list(block.parameters()))
+    found = [_of_block(block, *given[block], width) for block in blocks.values()]
+    shared = _storages([kwargs for _, kwargs in given.values()])
+    largest = {each.name: max(getattr(of, each.name) for of in found) for each in dataclasses.fields(BlockActivations)}
+    return BlockActivations(**largest), sum(tensor.untyped_storage().nbytes() for tensor in shared.values())
+
+
+def _of_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], width: int) -> BlockActivations:
+    hidden = args[0].detach().requires_grad_()
+    apart = _storages([kwargs, list(block.parameters())])
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -51,17 +56,15 @@ def measured_activations(
         return tensor
 
     with _Products() as products, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(hidden, *given["args"][1:], **given["kwargs"])
-    itemsize = hidden.element_size()
+        block(hidden, *args[1:], **kwargs)
     kept = hidden.nbytes + products.attention
-    activations = BlockActivations(
+    return BlockActivations(
         input=hidden.nbytes,
         selected=kept + sum(products.matrices[::2]),  # torchtitan recomputes every second product
         matmuls=kept + sum(products.matrices),
         saved=sum(tensor.untyped_storage().nbytes() for tensor in (saved | _storages(hidden)).values()),
-        gradients=tokens * itemsize * (hidden.shape[-1] + 2 * width),
+        gradients=hidden.shape[1] * hidden.element_size() * (hidden.shape[-1] + 2 * width),
     )
-    return activations, sum(tensor.untyped_storage().nbytes() for tensor in shared.values())
 
 
 def _storages(values: Any) -> dict[int, Tensor]:

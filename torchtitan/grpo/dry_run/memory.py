@@ -137,8 +137,8 @@ class _Rank:
 
         # Parameter counts. The first is the whole model's, the others are one tensor-parallel rank's.
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        block = next(iter(model.layers.children()))
-        self.layers = len(model.layers)
+        blocks = list(model.layers.children())
+        block, self.layers = blocks[0], len(blocks)
         self.local = math.ceil(self.parameters / tensor / shards)
         # Experts of other ranks are never gathered here.
         experts = sum(p.numel() for p in block.moe.experts.parameters()) if source.has_experts else 0
@@ -149,7 +149,8 @@ class _Rank:
         self.trained = self.adapter * self.layers
         self.trained_here = math.ceil(self.trained / shards) if lora else self.local
         self.published = self.trained or self.parameters
-        self.block = math.ceil(sum(parameter.numel() for parameter in block.parameters()) / tensor) - elsewhere
+        in_blocks = sum(parameter.numel() for parameter in model.layers.parameters())  # blocks may be of several kinds
+        self.block = math.ceil(in_blocks / self.layers / tensor) - elsewhere
         with_adapters = self.block + self.adapter // tensor
         self.together = 1 if elsewhere else blocks_together(self.layers, with_adapters, self.computed)
         self.outside = self.whole - self.block * self.layers  # embedding, last norm, output

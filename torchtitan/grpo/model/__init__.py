@@ -14,6 +14,7 @@
     finite.py              weights that are not finite are neither trained nor saved
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
     document_attention.py  attention within each document, with windows and softcaps
+    by_document.py         layers that run along a document, such as recurrent states: each document on its own
     documents.py           the documents of a packed row; which positions of equal prefixes are computed once
     replay.py              routing replay: a mixture's routers use the sampler's experts
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens

@@ -1,6 +1,7 @@
 """FLOPs that training takes by the model's formula, whatever the kernels compute: the numerator of MFU."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,26 +16,28 @@ class TrainingFlops:
         per_token: 6 for each parameter of the layers' matrices. Frozen ones have no gradient: 4 for each of those. Of
             experts those count that one token goes through.
         per_answer_token: The same for the output layer, which computes trained answer tokens only.
-        per_square: Times L^2 it is the causal attention of a document of L tokens, all layers and heads.
+        per_pair: For each pair of a token and one that it attends to, in one layer, all heads.
+        windows: The sliding window of each layer that attends; 0: it has none.
     """
 
     per_token: int
     per_answer_token: int
-    per_square: int
+    per_pair: int
+    windows: Mapping[int, int]
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         """Of the whole model, sharded or not.
 
         Args:
-            model: A model of torchtitan's parts (see `families.Family.model_cls`); meta tensors will do.
+            model: See `families.Family.model_cls`; meta tensors will do.
         """
         args = model.model_args
         matrices = sum(used(p, args) * _per_parameter(p) for p in model.layers.parameters() if p.dim() >= 2)
         output = args.vocab_size * args.dim * _per_parameter(model.output.weight)
-        # 12 for each position that a token attends to; under the causal mask that is half the document.
-        attention = 6 * args.n_layers * args.n_heads * args.head_dim
-        return cls(matrices, output, attention)
+        uses = getattr(args, "uses", None)  # of models of transformers
+        windows = Counter(uses.windows.values()) if uses is not None else {0: args.n_layers}
+        return cls(matrices, output, 12 * args.n_heads * args.head_dim, windows)
 
     def __call__(self, lengths: Iterable[int], answer_tokens: int, shared: Iterable[int] | None = None) -> int:
         """FLOPs of packed documents.
@@ -46,8 +49,16 @@ class TrainingFlops:
         """
         lengths = list(lengths)
         before = [0] * len(lengths) if shared is None else shared
-        attention = self.per_square * sum(n * (n + 2 * p) for n, p in zip(lengths, before, strict=True))
-        return self.per_token * sum(lengths) + self.per_answer_token * answer_tokens + attention
+        pairs = 0.0
+        for n, p in zip(lengths, before, strict=True):
+            pairs += sum(k * (_pairs(p + n, window) - _pairs(p, window)) for window, k in self.windows.items())
+        return self.per_token * sum(lengths) + self.per_answer_token * answer_tokens + int(self.per_pair * pairs)
+
+
+def _pairs(length: int, window: int) -> float:
+    """Under the causal mask, half of the square, or less by a window."""
+    reach = min(length, window or length)
+    return reach * (2 * length - reach) / 2
 
 
 def used(parameter: nn.Parameter, args: Any) -> int:
@@ -56,7 +67,8 @@ def used(parameter: nn.Parameter, args: Any) -> int:
     Args:
         args: The model's arguments.
     """
-    return parameter.numel() if parameter.dim() < 3 else parameter[0].numel() * args.moe_args.top_k
+    experts = getattr(args, "moe_args", None) if parameter.dim() == 3 else None  # convolutions have three, too
+    return parameter.numel() if experts is None else parameter[0].numel() * experts.top_k
 
 
 def _per_parameter(weight: nn.Parameter) -> int:

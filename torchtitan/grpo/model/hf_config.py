@@ -94,7 +94,7 @@ def _config(raw: dict[str, Any], architecture: str, where: str) -> PreTrainedCon
         )
     config_cls = CONFIG_MAPPING[model_type]
     try:
-        config = config_cls.from_dict(raw)
+        config = config_cls.from_json_file(where)
     except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where} is not a valid {config_cls.__name__}: {error}") from error
     config.architectures = [architecture]

@@ -10,9 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.experimental import implicit_replication
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from torchtitan.grpo.model.by_document import split_by_document
 from torchtitan.grpo.model.document_attention import attend
 from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.families import Unsupported, logit_rule
@@ -24,19 +26,27 @@ PREFIX = "hf."
 
 
 @dataclasses.dataclass
-class AttentionUse:
-    """What the layers of a model ask of attention.
+class BlockUses:
+    """What the blocks of a model do with packed rows.
 
     Attributes:
-        window: The longest sliding window, in tokens; 0: there is none.
+        windows: Of each block that attends, by its number: the sliding window in tokens; 0: there is none.
         beyond_kernels: What no kernel on CUDA has, in words; empty: nothing.
+        by_document: Some have layers that compute each document on its own (`by_document.py`).
     """
 
-    window: int = 0
+    windows: dict[int, int] = dataclasses.field(default_factory=dict)
     beyond_kernels: str = ""
+    by_document: bool = False
 
-    def see(self, q: Tensor, v: Tensor, window: int, softcap: float) -> None:
-        self.window = max(self.window, window)
+    @property
+    def window(self) -> int:
+        """The longest window; 0: there is none."""
+        return max(self.windows.values(), default=0)
+
+    def see(self, block: int, q: Tensor, v: Tensor, window: int, softcap: float) -> None:
+        """Attention of a block, which asks for this."""
+        self.windows[block] = window
         asks = {
             "a softcap of scores": bool(softcap),
             "values of another width than queries": v.shape[-1] != q.shape[-1],
@@ -64,6 +74,7 @@ class TransformersModel(nn.Module):
         how = {"attn_implementation": ATTENTION, "dtype": torch.get_default_dtype()}
         self.hf: PreTrainedModel = AutoModelForCausalLM.from_config(config, **how)
         self._blocks = _blocks(self.hf)
+        self.by_document = any([split_by_document(block) for block in self.layers])
         self.logit_scale, self.logit_softcap = logit_rule(config)
 
     @property
@@ -86,13 +97,15 @@ class TransformersModel(nn.Module):
         routes: Tensor | None = None,
         *,
         flash: Attention = flash_attention_2,
-        use: AttentionUse | None = None,
+        uses: BlockUses | None = None,
     ) -> Tensor:
         """The states [1, T, dim] that the output layer reads. See `packed.States`.
 
         Args:
-            use: Is told what the layers ask of attention.
+            uses: Is told what the blocks ask of attention.
         """
+        if self.by_document and not tokens.is_meta:
+            documents = documents.with_padded()  # once for all blocks; on CUDA the host waits for the lengths
         found = self.hf.base_model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -102,7 +115,7 @@ class TransformersModel(nn.Module):
             use_cache=False,
             documents=documents,
             flash=flash,
-            attention_use=use,
+            uses=uses,
         )
         return found[0]
 
@@ -118,8 +131,9 @@ class TransformersModel(nn.Module):
         for buffer in buffers.values():
             buffer.fill_(torch.nan)
         padding, self.tok_embeddings.padding_idx = self.tok_embeddings.padding_idx, None  # its row would be sharded
-        for module in self.hf.modules():
-            self.hf._init_weights(module)
+        with implicit_replication():  # some copy whole tensors into parameters, which may be sharded
+            for module in self.hf.modules():
+                self.hf._init_weights(module)
         self.tok_embeddings.padding_idx = padding
         in_files = self.state_dict().keys()
         for name, buffer in buffers.items():
@@ -163,7 +177,7 @@ def _attention(
     s_aux: Tensor | None = None,
     documents: Documents | None = None,
     flash: Attention = flash_attention_2,
-    attention_use: AttentionUse | None = None,
+    uses: BlockUses | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers' interface: query [1, heads, T, head_dim] -> [1, T, heads, head_dim], and no attention weights."""
@@ -174,8 +188,8 @@ def _attention(
     # A layer that says None has no window, whatever its module says.
     window = more.get("sliding_window", getattr(module, "sliding_window", None)) or 0
     softcap = softcap or 0.0
-    if attention_use is not None:
-        attention_use.see(query, value, window, softcap)
+    if uses is not None:
+        uses.see(getattr(module, "layer_idx", 0), query, value, window, softcap)
     attended = attend(query, key, value, documents, scaling, window=window, softcap=softcap, flash=flash)
     return attended, None
 

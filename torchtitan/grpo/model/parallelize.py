@@ -144,8 +144,8 @@ def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, devic
         return flash_attention_2
     args: Any = source.model_args
     heads, kv_heads = args.n_heads // dims.tp, args.n_kv_heads // dims.tp
-    use = getattr(args, "attention", None)  # of models of transformers
-    window = 0 if use is None else use.window
+    uses = getattr(args, "uses", None)  # of models of transformers
+    window = 0 if uses is None else uses.window
     return choose_attention(config.training.flash_attention, device, heads, kv_heads, args.head_dim, window)
 
 

@@ -15,9 +15,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from torchtitan.grpo.model.by_document import plain_functions
 from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.families import Unsupported
-from torchtitan.grpo.model.hf_model import PREFIX, AttentionUse, TransformersModel, with_layers
+from torchtitan.grpo.model.hf_model import PREFIX, BlockUses, TransformersModel, with_layers
 from torchtitan.grpo.model.logprobs import token_logprobs
 
 LENGTHS = (13, 1, 29, 7)
@@ -28,11 +29,11 @@ LOGPROBS_TOLERANCE, GRADIENTS_TOLERANCE = 1e-4, 2e-3
 """Largest difference of log-probabilities, in nats, and of a gradient, as a part of its largest value."""
 
 
-_found: dict[str, AttentionUse] = {}  # by config: it is asked for several times before a run starts
+_found: dict[str, BlockUses] = {}  # by config: it is asked for several times before a run starts
 
 
-def attention_use(config: PreTrainedConfig) -> AttentionUse:
-    """What the layers of this config ask of attention.
+def block_uses(config: PreTrainedConfig) -> BlockUses:
+    """What the blocks of this config do with packed rows.
 
     Raises:
         Unsupported: It is no dense causal language model of text, or is not the same on packed rows.
@@ -43,7 +44,7 @@ def attention_use(config: PreTrainedConfig) -> AttentionUse:
     return _found[key]
 
 
-def _checked(config: PreTrainedConfig) -> AttentionUse:
+def _checked(config: PreTrainedConfig) -> BlockUses:
     name = str((config.architectures or [config.model_type])[0])
 
     def refused(why: str) -> Unsupported:
@@ -56,7 +57,8 @@ def _checked(config: PreTrainedConfig) -> AttentionUse:
     try:
         with torch.random.fork_rng(devices=[]), _quiet():
             torch.manual_seed(0)
-            use, logprobs, gradients = _compare(_tiny(config, _kinds(config)))
+            kinds = _kinds(config)
+            uses, logprobs, gradients = _compare(_tiny(config, kinds))
     except Unsupported:
         raise
     except Exception as error:  # the class's own code raises anything
@@ -67,7 +69,9 @@ def _checked(config: PreTrainedConfig) -> AttentionUse:
             f"packed rows differ from document by document, by {logprobs:.2g} nat and {gradients:.2g} of a gradient; "
             "a layer may run across documents"
         )
-    return dataclasses.replace(use, window=config.sliding_window if use.window else 0)
+    of_kind = {kinds[block]: config.sliding_window if window else 0 for block, window in uses.windows.items()}
+    windows = {block: of_kind[kind] for block, kind in enumerate(kinds) if kind in of_kind}
+    return dataclasses.replace(uses, windows=windows)
 
 
 @contextlib.contextmanager
@@ -120,15 +124,17 @@ def _tiny(config: PreTrainedConfig, kinds: list[str]) -> PreTrainedConfig:
             values[key] = 64
         elif key == "sliding_window":
             values[key] = WINDOW
+        elif key.endswith("chunk_size"):  # of a recurrent state; any gives the same values
+            values[key] = 16
     values |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
     return type(config).from_dict(values)
 
 
-def _compare(config: PreTrainedConfig) -> tuple[AttentionUse, float, float]:
-    """What attention is asked for, and the largest differences of log-probabilities and gradients."""
-    use = AttentionUse()
+def _compare(config: PreTrainedConfig) -> tuple[BlockUses, float, float]:
+    """What the blocks do, and the largest differences of log-probabilities and gradients."""
     with torch.device("meta"):
         packed = TransformersModel(config)
+    uses = BlockUses(by_document=packed.by_document)
     packed.to_empty(device="cpu")
     with torch.no_grad():
         packed.init_weights()
@@ -146,23 +152,24 @@ def _compare(config: PreTrainedConfig) -> tuple[AttentionUse, float, float]:
     documents = [torch.randint(3, VOCABULARY, (length,)) for length in LENGTHS]
     documents[2][:5] = documents[0][:5]
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS))
-    found = _packed_logprobs(packed, documents, use)
-    expected = torch.cat([_logprobs_apart(apart, document) for document in documents])
+    found = _packed_logprobs(packed, documents, uses)
+    with plain_functions(type(apart)):
+        expected = torch.cat([_logprobs_apart(apart, document) for document in documents])
     gradients = _gradients(found, weights, packed), _gradients(expected, weights, apart)
     # A bias of keys has no gradient but rounding, so a part of the largest gradient counts as one.
     rounding = 1e-4 * max(gradient.abs().max() for gradient in gradients[1])
     worst = max(
         (ours - theirs).abs().max() / (theirs.abs().max() + rounding) for ours, theirs in zip(*gradients, strict=True)
     )
-    return use, (found - expected).abs().max().item(), worst.item()
+    return uses, (found - expected).abs().max().item(), worst.item()
 
 
-def _packed_logprobs(model: TransformersModel, documents: list[Tensor], use: AttentionUse) -> Tensor:
+def _packed_logprobs(model: TransformersModel, documents: list[Tensor], uses: BlockUses) -> Tensor:
     lengths = [len(document) for document in documents]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     bounds = Documents(starts, starts, max(lengths), max(lengths)).with_padded()
     positions = torch.cat([torch.arange(length) for length in lengths])
-    states = model.final_states(torch.cat(documents), positions, bounds, use=use)[0]
+    states = model.final_states(torch.cat(documents), positions, bounds, uses=uses)[0]
     ends = starts[1:].long() - 1
     predicts = torch.ones(len(positions), dtype=torch.bool).index_fill(0, ends, False)
     targets = torch.cat([document[1:] for document in documents])

@@ -114,6 +114,11 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
     args = dataclasses.replace(args, max_seq_len=seq_len, **family.of_packed_rows)
     adapter, lora = family.adapter_cls(args, None), None
     if lora_cfg is not None and lora_cfg.enable:
+        if getattr(getattr(args, "uses", None), "by_document", False):
+            raise UserError(
+                f"[lora] enable = true: {hf_config['architectures'][0]} has layers that run along a document "
+                "(convolutions, recurrent states), and adapters of those are not built. Set [lora] enable = false"
+            )
         with torch.device("meta"):
             one_block = next(family.model_cls(dataclasses.replace(args, n_layers=1)).layers.children())
         lora = resolve_lora(lora_cfg, adapter, one_block)
@@ -150,11 +155,11 @@ def check_compiles(source: ModelSource, config: Any) -> None:
 
 def check_kernels(source: ModelSource, config: Any, cuda: bool) -> None:
     """Raises a UserError if the model needs attention on CUDA that no kernel here computes."""
-    use = getattr(source.model_args, "attention", None)  # of models of transformers
-    if use is not None and use.beyond_kernels and cuda and config.training.mixed_precision_param != "float32":
+    uses = getattr(source.model_args, "uses", None)  # of models of transformers
+    if uses is not None and uses.beyond_kernels and cuda and config.training.mixed_precision_param != "float32":
         raise UserError(
             f'[training] mixed_precision_param = "{config.training.mixed_precision_param}": this model has '
-            f'{use.beyond_kernels}, and no attention kernel here computes that on a GPU. "float32" does without '
+            f'{uses.beyond_kernels}, and no attention kernel here computes that on a GPU. "float32" does without '
             "kernels, and is slow and takes memory for the square of a document's length"
         )
 

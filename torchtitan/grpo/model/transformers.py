@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 
 from torchtitan.grpo.model import qwen2
 from torchtitan.grpo.model.families import Family, Unsupported
-from torchtitan.grpo.model.hf_model import PREFIX, AttentionUse, TransformersModel, with_layers
-from torchtitan.grpo.model.same_packed import attention_use
+from torchtitan.grpo.model.hf_model import PREFIX, BlockUses, TransformersModel, with_layers
+from torchtitan.grpo.model.same_packed import block_uses
 
 
 @dataclasses.dataclass
@@ -32,7 +32,7 @@ class TransformersArgs:
     max_seq_len: int
     enable_weight_tying: bool
     config: PreTrainedConfig
-    attention: AttentionUse
+    uses: BlockUses
 
 
 class HfNames:
@@ -71,7 +71,7 @@ def args_from_hf(config: PreTrainedConfig) -> TransformersArgs:
     Raises:
         Unsupported: The class has what does not train here, or computes other values on packed rows.
     """
-    use = attention_use(config)
+    uses = block_uses(config)
     heads, values = config.num_attention_heads, config.to_dict()
     rope = values.get("rope_parameters") or {}  # of each kind of layer in some configs
     sizes = {"n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "hidden_dim": "intermediate_size"}
@@ -89,7 +89,7 @@ def args_from_hf(config: PreTrainedConfig) -> TransformersArgs:
         max_seq_len=_longest(config, values),
         enable_weight_tying=bool(config.tie_word_embeddings),
         config=config,
-        attention=use,
+        uses=uses,
     )
 
 

@@ -1,0 +1,85 @@
+"""Layers that run along a document: which kernels they take, and what models with them cannot have."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig
+
+from tests.helpers.any_models import BY_DOCUMENT, save
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.by_document import ByDocument
+from torchtitan.grpo.model.documents import Documents
+from torchtitan.grpo.model.flops import TrainingFlops
+from torchtitan.grpo.model.source import resolve_model
+from torchtitan.grpo.model.transformers import FAMILY
+
+
+def resolve(folder, **lora):
+    lora_cfg = SimpleNamespace(enable=bool(lora), rank=4, alpha=8.0, target_modules=["all-linear"])
+    return resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128, lora_cfg)
+
+
+def test_kernels_for_cuda_are_not_called_on_a_cpu(tmp_path, monkeypatch):
+    """transformers puts them in the place of its own function wherever their package is installed."""
+    reference = save("qwen3_5_text", tmp_path)
+    code = sys.modules[type(reference).__module__]
+    own = code.torch_chunk_gated_delta_rule
+
+    def kernel(*args, **kwargs):
+        raise AssertionError("called")
+
+    kernel.__wrapped__, kernel.__module__ = own, own.__module__
+    monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", kernel)
+    source = resolve(tmp_path)  # compares the class with itself
+    model = source.build().eval()
+    assert {type(m).__mro__[1] for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")} == {ByDocument}
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    model.final_states(torch.arange(12), torch.tensor([*range(5), *range(7)]), Documents(starts, starts, 7, 7))
+    with pytest.raises(AssertionError, match="called"):
+        reference(torch.arange(12)[None])
+    assert code.torch_chunk_gated_delta_rule is kernel
+
+
+def test_blocks_without_attention_have_none_of_its_flops(tmp_path):
+    save("qwen3_5_text", tmp_path)
+    source = resolve(tmp_path)
+    assert source.model_args.uses.windows == {1: 0, 3: 0} and source.model_args.uses.by_document
+    with torch.device("meta"):
+        model = source.build()
+    assert TrainingFlops.of(model).windows == {0: 2}
+
+
+def test_a_window_has_the_flops_of_the_pairs_in_it():
+    config = Gemma3TextConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=64,
+        sliding_window=16,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"],
+    )
+    args = FAMILY.args_from_hf(config)
+    with torch.device("meta"):
+        flops = TrainingFlops.of(FAMILY.model_cls(args))
+    assert flops.windows == {16: 2, 0: 1}
+
+    def pairs(first: int, end: int, window: int) -> float:  # each token, and half of itself
+        return sum(min(position + 0.5, window) for position in range(first, end))
+
+    for own, before in ((10, 0), (100, 0), (100, 7), (30, 40)):
+        attention = flops([own], 0, [before]) - flops.per_token * own
+        assert attention == 12 * 2 * 32 * (2 * pairs(before, before + own, 16) + pairs(before, before + own, 10**9))
+
+
+@pytest.mark.parametrize("kind", BY_DOCUMENT)
+def test_adapters_are_refused(kind, tmp_path):
+    save(kind, tmp_path)
+    (name,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    with pytest.raises(UserError, match=rf"^\[lora\] enable = true: {name} has layers that run along a document"):
+        resolve(tmp_path, enable=True)
