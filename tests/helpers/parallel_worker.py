@@ -40,6 +40,7 @@ def make_samples(vocabulary: int) -> list[PackedSample]:
 def train(
     folder: str,
     tp: int,
+    cp: int,
     ep: int,
     replicas: int,
     checkpointing: str,
@@ -63,13 +64,13 @@ def train(
     config.activation_checkpoint.mode = checkpointing
     config.activation_checkpoint.selective_ac_option = "matmul"
     world = dist.get_world_size()
-    dims = ParallelDims(replicas, world // tp // replicas, 1, tp, 1, ep, 1, world)
-    data_rank = dims.get_mesh("batch").get_local_rank() if world // tp > 1 else 0
+    dims = ParallelDims(replicas, world // (tp * cp) // replicas, cp, tp, 1, ep, 1, world)
+    data_rank = dims.get_mesh("batch").get_local_rank() if world // (tp * cp) > 1 else 0
     source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="hf"), 64)
     model = build_model(source, config, dims, torch.device("cpu"))
     load_hf_weights(model, source, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    packed = pack(make_samples(source.model_args.vocab_size), row_tokens, world // tp, tp)[data_rank]
+    packed = pack(make_samples(source.model_args.vocab_size), row_tokens, world // (tp * cp), tp * cp)[data_rank]
     rows = [Microbatch.of(row, "cpu") for row in packed]
     assert len(rows) > 1 or not reduce_once
 
@@ -82,7 +83,7 @@ def train(
     for _ in range(3):
         optimizer.zero_grad()
         loss = accumulate_gradients(model, rows, loss_of, reduce_once)["loss"]
-        if world > tp:
+        if world > tp * cp:
             dist.all_reduce(loss, group=dims.get_mesh("batch").get_group())
         norm = clip_gradients(model, 0.5)
         optimizer.step()

@@ -61,6 +61,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 WAY = {
     "tp": 1,
+    "cp": 1,
     "ep": 1,
     "replicas": 1,
     "checkpointing": "none",

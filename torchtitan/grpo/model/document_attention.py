@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 
@@ -19,16 +20,17 @@ class PackedAttention(nn.Module):
 
     Args:
         flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`.
+        context: With context parallelism; T is then that of this rank's part.
     """
 
-    def __init__(self, flash: Attention = flash_attention_2):
+    def __init__(self, flash: Attention = flash_attention_2, context: ContextParallel | None = None):
         super().__init__()
-        self.flash = flash
+        self.flash, self.context = flash, context
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
         """See `attend`. Tensors may be DTensors, sharded by heads."""
         if not isinstance(q, DTensor):
-            return attend(q, k, v, documents, scale, flash=self.flash)
+            return attend(q, k, v, documents, scale, flash=self.flash, context=self.context)
         mesh = q.device_mesh  # no rank needs another's heads
         out = attend(q.to_local(), k.to_local(), v.to_local(), documents, scale, flash=self.flash)
         return DTensor.from_local(out, mesh, [Shard(2)], run_check=False)
@@ -44,6 +46,7 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     flash: Attention = flash_attention_2,
+    context: ContextParallel | None = None,
 ) -> Tensor:
     """q: [1, heads, T, head_dim], k: [1, kv_heads, T, head_dim], v: [1, kv_heads, T, v_dim] -> [1, T, heads, v_dim].
 
@@ -51,10 +54,14 @@ def attend(
         scale: Of the scores, by default head_dim ** -0.5.
         window: A token attends to itself and to the `window - 1` tokens before it. 0: to all before it.
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2. 0: they stay.
+        context: With it, T is that of this rank's part of the row, and `documents` are those of the whole row.
 
     Raises:
         ValueError: A softcap on CUDA in bfloat16 or float16.
     """
+    if context is not None:
+        whole = attend(*map(context.heads, (q, k, v)), documents, scale, window=window, softcap=softcap, flash=flash)
+        return context.positions(whole)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
     if not (q.is_meta or (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16))):
         return _by_length_class(q, k, v, documents, scale, window, softcap).unsqueeze(0)

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.masking_utils import AttentionMaskInterface
 
 from torchtitan.grpo.model.by_document import split_by_document
+from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.document_attention import attend
 from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.families import Unsupported, logit_rule
@@ -97,6 +98,7 @@ class TransformersModel(nn.Module):
         routes: Tensor | None = None,
         *,
         flash: Attention = flash_attention_2,
+        context: ContextParallel | None = None,
         uses: BlockUses | None = None,
     ) -> Tensor:
         """The states [1, T, dim] that the output layer reads. See `packed.States`.
@@ -115,6 +117,7 @@ class TransformersModel(nn.Module):
             use_cache=False,
             documents=documents,
             flash=flash,
+            context=context,
             uses=uses,
         )
         return found[0]
@@ -177,6 +180,7 @@ def _attention(
     s_aux: Tensor | None = None,
     documents: Documents | None = None,
     flash: Attention = flash_attention_2,
+    context: ContextParallel | None = None,
     uses: BlockUses | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
@@ -190,7 +194,8 @@ def _attention(
     softcap = softcap or 0.0
     if uses is not None:
         uses.see(getattr(module, "layer_idx", 0), query, value, window, softcap)
-    attended = attend(query, key, value, documents, scaling, window=window, softcap=softcap, flash=flash)
+    more = {"window": window, "softcap": softcap, "flash": flash, "context": context}
+    attended = attend(query, key, value, documents, scaling, **more)
     return attended, None
 
 

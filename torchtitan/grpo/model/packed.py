@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.document_attention import PackedAttention
 from torchtitan.grpo.model.documents import Documents, documents_for_compiled_blocks, documents_of, shared_prefixes
 from torchtitan.grpo.model.experts import expert_tokens
@@ -32,6 +33,7 @@ def make_packed(
     model: nn.Module,
     tp_mesh: DeviceMesh | None = None,
     *,
+    context: ContextParallel | None = None,
     compile: bool = False,
     kept_logits_bytes: int = 0,
     flash: Attention = flash_attention_2,
@@ -41,19 +43,25 @@ def make_packed(
     Args:
         model: One of `families.Family.model_cls`; torchtitan's are built with `attn_type="varlen"`.
         tp_mesh: Its tensor-parallel mesh, if it has one: the output weight is then sharded over the vocabulary.
+        context: With context parallelism, which does not go with `tp_mesh`.
         compile: Blocks are compiled; compile the log-probabilities too.
         kept_logits_bytes: See `logprobs.token_logprobs`.
         flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`; elsewhere torch's SDPA is used.
     """
     states: States = _states_of_parts
     if hasattr(model, "final_states"):
-        states = functools.partial(type(model).final_states, flash=flash)
+        states = functools.partial(type(model).final_states, flash=flash, context=context)
     else:
         for block in model.layers.children():
-            block.attention.inner_attention = PackedAttention(flash)
+            block.attention.inner_attention = PackedAttention(flash, context)
     model.forward = types.MethodType(
         functools.partial(
-            _packed_forward, states=states, tp_mesh=tp_mesh, compile=compile, kept_bytes=kept_logits_bytes
+            _packed_forward,
+            states=states,
+            tp_mesh=tp_mesh,
+            context=context,
+            compile=compile,
+            kept_bytes=kept_logits_bytes,
         ),
         model,
     )
@@ -80,6 +88,7 @@ def _packed_forward(
     *,
     states: States,
     tp_mesh: DeviceMesh | None,
+    context: ContextParallel | None,
     compile: bool,
     kept_bytes: int,
     predictions: bool = False,
@@ -94,12 +103,21 @@ def _packed_forward(
     the target is a likeliest token, bool [answer tokens].
     """
     tokens, positions, answer_positions, routes = row.tokens, row.positions, row.answer_positions, row.routes
+    targets, top_ids = row.targets, row.top_ids
     if compile:
         documents = documents_for_compiled_blocks(row, max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS))
     else:
         documents = documents_of(row)
-    # Not on CUDA, where the host would wait for the tokens. Not under TP and compile, which need rows of fixed lengths.
-    if tokens.device.type == "cpu" and tp_mesh is None and not compile:
+    # Prefixes: not on CUDA, where the host would wait for the tokens, nor where rows must have fixed lengths.
+    if context is not None:
+        starts = context.answers(row.answers_at, len(tokens))
+        own = slice(starts[context.rank], starts[context.rank + 1])
+        tokens, positions = context.part(tokens), context.part(positions)
+        answer_positions, targets = answer_positions[own] - context.rank * len(tokens), targets[own]
+        top_ids = None if top_ids is None else top_ids[own]
+        if tokens.device.type == "cpu":
+            documents = documents.with_padded()
+    elif tokens.device.type == "cpu" and tp_mesh is None and not compile:
         keys = tokens if routes is None else route_keys(tokens, routes)
         shared = shared_prefixes(keys, documents)
         if shared is None:
@@ -119,18 +137,19 @@ def _packed_forward(
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     hidden = hidden[0].index_select(0, answer_positions)
-    return token_logprobs(
+    found = token_logprobs(
         hidden,
         weight,
-        row.targets,
+        targets,
         temperature / getattr(model, "logit_scale", 1.0),
         softcap=getattr(model, "logit_softcap", 0.0),
         mesh=tp_mesh,
         compile=compile,
         kept_bytes=kept_bytes,
-        others=row.top_ids if torch.is_grad_enabled() and not predictions else None,
+        others=top_ids if torch.is_grad_enabled() and not predictions else None,
         predictions=predictions,
     )
+    return found if context is None else tuple(context.gather(values, starts) for values in found)
 
 
 def _states_of_parts(

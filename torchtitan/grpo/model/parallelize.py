@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.flash_attention import Attention, choose_attention, flash_attention_2
 from torchtitan.grpo.model.flash_operator import KEPT_BY_SELECTIVE_CHECKPOINTING
 from torchtitan.grpo.model.lora import add_adapters, init_adapters
@@ -46,7 +47,7 @@ def blocks_together(layers: int, parameters: int, itemsize: int) -> int:
 
 
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
-    """The run's mesh: data parallelism (sharded, replicated or both), tensor and expert parallelism.
+    """The run's mesh: data parallelism (sharded, replicated or both), context, tensor and expert parallelism.
 
     `[parallelism] data_parallel_replicate_degree` = 0 is one copy of the model here: `nodes` settles it before.
     """
@@ -54,7 +55,7 @@ def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
     return ParallelDims(
         dp_replicate=parallelism.data_parallel_replicate_degree or 1,
         dp_shard=parallelism.data_parallel_shard_degree,
-        cp=1,
+        cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
         pp=1,
         ep=parallelism.expert_parallel_degree,
@@ -88,9 +89,11 @@ def build_model(
     if lora:
         add_adapters(model, lora, held)
     compiled = config.compile.enable
+    cp_mesh = dims.get_optional_mesh("cp")
     make_packed(
         model,
         tp_mesh,
+        context=None if cp_mesh is None else ContextParallel(cp_mesh),
         compile=compiled,
         kept_logits_bytes=config.training.kept_logits_mib << 20,
         flash=_attention(source, config, dims, device),
@@ -99,7 +102,7 @@ def build_model(
         _apply_checkpointing(model, source, config)
     if compiled:
         source.family.apply_compile(model, config.compile)
-    if dims.dp_enabled or config.training.mixed_precision_param != config.training.dtype:
+    if dims.dp_cp_enabled or config.training.mixed_precision_param != config.training.dtype:
         _apply_fsdp(model, config, dims, device)
     model.to_empty(device=device)
     with torch.no_grad():
@@ -143,7 +146,8 @@ def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, devic
     if config.training.mixed_precision_param == "float32":  # neither version has kernels for it
         return flash_attention_2
     args: Any = source.model_args
-    heads, kv_heads = args.n_heads // dims.tp, args.n_kv_heads // dims.tp
+    split = dims.tp * dims.cp
+    heads, kv_heads = args.n_heads // split, max(1, args.n_kv_heads // split)
     uses = getattr(args, "uses", None)  # of models of transformers
     window = 0 if uses is None else uses.window
     return choose_attention(config.training.flash_attention, device, heads, kv_heads, args.head_dim, window)
@@ -178,7 +182,7 @@ def _hide_hooks(module: nn.Module) -> None:
 def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
     """Groups of blocks, and one for embedding, final norm and output: tied weights must be in one group."""
     names = ("dp_replicate", "fsdp") if dims.dp_replicate_enabled else ("fsdp",)
-    if dims.dp_shard_enabled:
+    if dims.fsdp_enabled:  # context parallelism shards the model, too
         mesh = dims.get_mesh(list(names))
     else:  # torchtitan makes no mesh dimension of one rank; FSDP2 needs one, in TP's world
         world = dims.world_mesh._unflatten(0, (dims.dp_replicate, 1, dims.tp), ("dp_replicate", "fsdp", "tp"))

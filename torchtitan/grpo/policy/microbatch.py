@@ -68,12 +68,14 @@ class Microbatch:
         routes: See `PackedRow`.
         top_ids, top_logprobs: int32 and float32 [A, K].
         keys: What documents attend to; None if each attends to the positions that the row has of it.
+        answers_at: `answer_positions` on the host, ascending.
     """
 
     tokens: Tensor
     positions: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    answers_at: np.ndarray
     answer_positions: Tensor
     targets: Tensor
     sample_ids: Tensor
@@ -123,7 +125,7 @@ class Microbatch:
             positions, cu_keys, order, bounds = moved[len(tensors) :]
             keys = keys._replace(positions=positions, cu_keys=cu_keys, order=order, bounds=bounds)
         tensors = dict(zip(tensors, moved, strict=False))
-        return cls(**tensors, max_seqlen=int(np.diff(cu_seqlens).max()), keys=keys)
+        return cls(**tensors, max_seqlen=int(np.diff(cu_seqlens).max()), answers_at=at, keys=keys)
 
     def without_routes(self) -> "Microbatch":
         """The same row for a model that routes by itself, as the reference does."""
