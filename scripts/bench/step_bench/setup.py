@@ -13,6 +13,7 @@ from bench_common.process import join_torchrun
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.config.batch import data_ranks
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.dry_run.memory import memory_bytes
 from torchtitan.grpo.model.flops import TrainingFlops
@@ -95,7 +96,7 @@ def configure(job: Mapping[str, Any], on_cuda: bool) -> JobConfig:
     # From these the memory estimate counts rows. The rows themselves are made without them.
     samples = job["microbatches"] * job["tokens"] // job["documents"]
     config.grpo.group_size = 1
-    config.grpo.prompts_per_step = samples * job["gpus"] // config.parallelism.tensor_parallel_degree
+    config.grpo.prompts_per_step = samples * data_ranks(config, job["gpus"])
     return config
 
 

@@ -186,9 +186,8 @@ def read(folder: str, world: int, tokens: int, rows: int, *flags: str, monkeypat
     }
     if "--training.reduce_gradients" not in flags:
         settings["training.reduce_gradients"] = "microbatch"  # `auto` takes `step` for models as small as these
-    if "--parallelism.tensor_parallel_degree" in flags:
-        degree = int(flags[flags.index("--parallelism.tensor_parallel_degree") + 1])
-        settings["grpo.prompts_per_step"] = str(world // degree)
+    for split in {"--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"} & set(flags):
+        settings["grpo.prompts_per_step"] = str(world // int(flags[flags.index(split) + 1]))
     return load_config([*(word for key, value in settings.items() for word in (f"--{key}", value)), *flags])
 
 
@@ -196,14 +195,15 @@ def build(config: JobConfig, world: int, trainable: bool = True) -> tuple[torch.
     source = resolve_model(config.model, config.training.seq_len, config.lora)
     tensor = config.parallelism.tensor_parallel_degree
     replicas = config.parallelism.data_parallel_replicate_degree or 1
-    dims = ParallelDims(replicas, world // tensor // replicas, 1, tensor, 1, 1, 1, world)
+    context = config.parallelism.context_parallel_degree
+    dims = ParallelDims(replicas, world // (tensor * context) // replicas, context, tensor, 1, 1, 1, world)
     model = parallelize.build_model(source, config, dims, torch.device("cpu"), trainable=trainable)
     length = config.training.seq_len // DOCUMENTS
     answer = length - length // 16 + 1  # the last token predicts nothing, and takes no place in the row
     samples = [  # with no prefix in common, which a CPU would compute once
         PackedSample([5 + i] * (length // 16), [7] * answer, 1.0, 1.0, [0.0] * answer) for i in range(DOCUMENTS)
     ]
-    return model, microbatches(samples, config.training.seq_len, 1, tensor)[0][0]
+    return model, microbatches(samples, config.training.seq_len, 1, tensor * context)[0][0]
 
 
 def allocated(function: Callable[[], Any]) -> tuple[Any, int, int]:
@@ -329,6 +329,22 @@ STEPS = {
         2,
         ["--parallelism.tensor_parallel_degree", "2", *CHECKPOINTING["none"]],
         "log-probabilities' backward",
+    ),
+    "context parallel": (
+        "qwen3-small",
+        4,
+        1024,
+        2,
+        ["--parallelism.context_parallel_degree", "2", *CHECKPOINTING["none"]],
+        None,
+    ),
+    "full, context parallel": (
+        "qwen3-small",
+        4,
+        2048,
+        2,
+        ["--parallelism.context_parallel_degree", "2"],
+        None,
     ),
     "selective, tensor parallel": (
         "llama-small",

@@ -12,9 +12,14 @@ if TYPE_CHECKING:
     from torchtitan.config import JobConfig
 
 
+def ranks_of_a_row(config: JobConfig) -> int:
+    """Ranks that train on the same rows: each has a part of a row's positions, by tensor or context parallelism."""
+    return config.parallelism.tensor_parallel_degree * config.parallelism.context_parallel_degree
+
+
 def data_ranks(config: JobConfig, world_size: int) -> int:
     """Number of ranks that train on different rows."""
-    return world_size // config.parallelism.tensor_parallel_degree
+    return world_size // ranks_of_a_row(config)
 
 
 def row_tokens(config: JobConfig) -> int:

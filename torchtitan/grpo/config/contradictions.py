@@ -13,7 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.config.batch import row_tokens
+from torchtitan.grpo.config.batch import ranks_of_a_row, row_tokens
 from torchtitan.grpo.config.data_contradictions import (
     check_data,
     check_reward,
@@ -87,12 +87,19 @@ def _check_batch(config: JobConfig) -> Iterator[str]:
             f"[training] tokens_per_microbatch = {training.tokens_per_microbatch} is under [training] seq_len = "
             f"{training.seq_len}: the longest sample must fit one microbatch, so raise it, or set 0 for seq_len"
         )
-    row, tensor = row_tokens(config), config.parallelism.tensor_parallel_degree
-    if row % tensor:
-        key = "tokens_per_microbatch" if training.tokens_per_microbatch else "seq_len"
+    row, ranks = row_tokens(config), ranks_of_a_row(config)
+    tensor, context = config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree
+    if tensor > 1 and context > 1:
         yield (
-            f"[training] {key} = {row} is not a multiple of [parallelism] tensor_parallel_degree = {tensor}: those "
-            f"ranks split each packed row evenly, so set {-(-row // tensor) * tensor}"
+            f"[parallelism] context_parallel_degree = {context} with tensor_parallel_degree = {tensor}: both split the "
+            "heads. Set one of them to 1; context parallelism shards the weights, too"
+        )
+    elif row % ranks:
+        key = "tokens_per_microbatch" if training.tokens_per_microbatch else "seq_len"
+        which = "tensor" if tensor > 1 else "context"
+        yield (
+            f"[training] {key} = {row} is not a multiple of [parallelism] {which}_parallel_degree = {ranks}: those "
+            f"ranks split each packed row evenly, so set {-(-row // ranks) * ranks}"
         )
 
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.batch import data_ranks, requests_at_once, step_samples
+from torchtitan.grpo.config.batch import data_ranks, ranks_of_a_row, requests_at_once, step_samples
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.share import rollout_processes
@@ -208,27 +208,30 @@ def planned_ranks(config: JobConfig) -> int:
 def check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
     """Whether the batch and the mesh suit that number of processes."""
     parallel = config.parallelism
-    replicate, shard, tensor = (
+    replicate, shard, of_row = (
         parallel.data_parallel_replicate_degree or 1,  # 0 is settled later, and always divides
         parallel.data_parallel_shard_degree,
-        parallel.tensor_parallel_degree,
+        ranks_of_a_row(config),
     )
+    split = f"tensor_parallel_degree = {parallel.tensor_parallel_degree}"
+    if parallel.context_parallel_degree > 1:
+        split = f"context_parallel_degree = {parallel.context_parallel_degree}"
     processes = "[ray] ranks" if config.ray.enable else "torchrun's --nproc-per-node"
     start = f"this run has {world_size} process{'es' if world_size > 1 else ''}"
-    if shard == -1 and world_size % (replicate * tensor):
+    if shard == -1 and world_size % (replicate * of_row):
         yield (
-            f"[parallelism] data_parallel_replicate_degree = {replicate} x tensor_parallel_degree = {tensor} does not "
+            f"[parallelism] data_parallel_replicate_degree = {replicate} x {split} does not "
             f"divide the world size: {start}; change them or {processes}"
         )
         return
-    if shard != -1 and replicate * shard * tensor != world_size:
+    if shard != -1 and replicate * shard * of_row != world_size:
         yield (
             f"[parallelism] data_parallel_replicate_degree = {replicate} x data_parallel_shard_degree = {shard} x "
-            f"tensor_parallel_degree = {tensor} = {replicate * shard * tensor}, but {start}: change them or "
+            f"{split} = {replicate * shard * of_row}, but {start}: change them or "
             f"{processes}"
         )
         return
-    shards, expert = world_size // (replicate * tensor), parallel.expert_parallel_degree
+    shards, expert = world_size // (replicate * of_row), parallel.expert_parallel_degree
     if shards % expert:
         yield (
             f"[parallelism] expert_parallel_degree = {expert} does not divide the {shards} ranks that shard the model: "

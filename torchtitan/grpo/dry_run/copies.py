@@ -64,8 +64,9 @@ def choose_copies(
     if not even or world_size % nodes:
         return Copies(1, "the nodes have different numbers of ranks")
     ranks_here = world_size // nodes
-    if ranks_here % parallel.tensor_parallel_degree:
-        return Copies(1, f"tensor_parallel_degree = {parallel.tensor_parallel_degree} does not divide a node's ranks")
+    for key in ("tensor_parallel_degree", "context_parallel_degree"):
+        if ranks_here % getattr(parallel, key):
+            return Copies(1, f"{key} = {getattr(parallel, key)} does not divide a node's ranks")
     if ranks_here % parallel.expert_parallel_degree:  # without tensor parallelism, which does not go with it
         return Copies(1, f"expert_parallel_degree = {parallel.expert_parallel_degree} does not divide a node's ranks")
     tried = changed(config, {"parallelism.data_parallel_replicate_degree": nodes})

@@ -127,9 +127,10 @@ class _Rank:
         )
         ranks, tensor = data_ranks(config, world_size), parallelism.tensor_parallel_degree
         copies = parallelism.data_parallel_replicate_degree or 1
-        self.shards = shards = ranks // copies
+        context = parallelism.context_parallel_degree
+        self.shards = shards = ranks * context // copies
         self.replicated = copies > 1
-        self.uses_fsdp = ranks > 1 or training.mixed_precision_param != training.dtype
+        self.uses_fsdp = ranks * context > 1 or training.mixed_precision_param != training.dtype
         self.several_rows = optimizer_step_rows(config, world_size, job) > 1
         once = reduces_once(training.reduce_gradients, model)
         self.reduced_once = self.uses_fsdp and self.several_rows and once
@@ -159,7 +160,7 @@ class _Rank:
         self.ahead = self.together if shards > 1 else 0
 
         # Activations of one row, bytes.
-        self.tokens = row_tokens(config)
+        self.tokens = row_tokens(config) // context
         mode = config.activation_checkpoint.mode
         widths = self.tokens, self.computed, tensor
         if hasattr(model, "final_states"):  # of transformers

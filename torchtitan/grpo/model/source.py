@@ -191,11 +191,29 @@ def check_degrees(source: ModelSource, parallelism: Any) -> None:
                 f"[parallelism] expert_parallel_degree = {expert}: a {source.name} has no experts. Set it to 1"
             )
         widths = {name: (width, tensor) for name, width in (heads | {"feed-forward width": args.hidden_dim}).items()}
+    context = parallelism.context_parallel_degree
+    if context > 1:
+        _check_context(source, context)
     uneven = [f"{width} {name}" for name, (width, degree) in widths.items() if width % degree]
     if uneven:
         key = f"expert_parallel_degree = {expert}" if source.has_experts else f"tensor_parallel_degree = {tensor}"
         raise UserError(
             f"[parallelism] {key} does not divide this model's {' and '.join(uneven)}: choose a degree that does"
+        )
+
+
+def _check_context(source: ModelSource, degree: int) -> None:
+    args: Any = source.model_args
+    start = f"[parallelism] context_parallel_degree = {degree}"
+    if source.has_experts:
+        raise UserError(f"{start}: rows of a mixture of experts are not split. Set it to 1")
+    if getattr(getattr(args, "uses", None), "by_document", False):
+        raise UserError(f"{start}: this model has layers that run along a document as a whole. Set it to 1")
+    heads, kv_heads = args.n_heads, args.n_kv_heads
+    if heads % degree or (kv_heads % degree and degree % kv_heads):
+        raise UserError(
+            f"{start} does not divide this model's {heads} attention heads and {kv_heads} key/value heads, which are "
+            "repeated where they are fewer: choose a degree that does"
         )
 
 

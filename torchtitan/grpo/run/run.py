@@ -230,7 +230,7 @@ class Run:
         self.layout = Layout(
             longest,
             self.data_ranks,
-            longest if config.compile.enable else self.dims.tp,
+            longest if config.compile.enable else self.dims.tp * self.dims.cp,
             policy.attention_tokens,
             config.training.share_prompts,
         )
