@@ -37,7 +37,7 @@ def documents() -> list[torch.Tensor]:
     return [torch.randint(3, 131, (length,), generator=generator) for length in (17, 30, 9, 23)]
 
 
-def run(folder: str, out: Path, tp: int, checkpointing: str, lora: dict) -> None:
+def run(folder: str, out: Path, tp: int, cp: int, checkpointing: str, lora: dict) -> None:
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32",
@@ -51,7 +51,7 @@ def run(folder: str, out: Path, tp: int, checkpointing: str, lora: dict) -> None
     config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option = checkpointing, "matmul"
     config.debug.seed = 11
     world = dist.get_world_size()
-    dims = ParallelDims(1, world // tp, 1, tp, 1, 1, 1, world)
+    dims = ParallelDims(1, world // (tp * cp), cp, tp, 1, 1, 1, world)
     source = resolve_model(
         SimpleNamespace(flavor="", hf_assets_path=folder, weights="hf"), 64, SimpleNamespace(**LORA | lora)
     )
@@ -72,9 +72,9 @@ def run(folder: str, out: Path, tp: int, checkpointing: str, lora: dict) -> None
             write_adapter(tensors, source, out / name, torch.float32)
 
     samples = [PackedSample(d[:1].tolist(), d[1:].tolist(), 1.0, 1.0, [0.0] * (len(d) - 1)) for d in documents()]
-    whole_row = [Microbatch.of(row, "cpu") for row in pack(samples, 96, 1, tp)[0]]
-    data_rank = dims.get_mesh("batch").get_local_rank() if world > tp else 0
-    own_rows = [Microbatch.of(row, "cpu") for row in pack(samples, 64, world // tp, tp)[data_rank]]
+    whole_row = [Microbatch.of(row, "cpu") for row in pack(samples, 96, 1, tp * cp)[0]]
+    data_rank = dims.get_mesh("batch").get_local_rank() if world > tp * cp else 0
+    own_rows = [Microbatch.of(row, "cpu") for row in pack(samples, 64, world // (tp * cp), tp * cp)[data_rank]]
 
     def logprobs() -> torch.Tensor:
         with torch.no_grad():
@@ -104,7 +104,7 @@ def main(folder: str, out: str, ways: list[dict]) -> None:
         of_way = Path(out) / str(number)
         if dist.get_rank() == 0:
             of_way.mkdir()
-        run(out=of_way, **{"folder": folder, "tp": 1, "checkpointing": "none", "lora": {}} | way)
+        run(out=of_way, **{"folder": folder, "tp": 1, "cp": 1, "checkpointing": "none", "lora": {}} | way)
     dist.destroy_process_group()
 
 

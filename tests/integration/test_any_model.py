@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
-from tests.helpers.any_models import KINDS, save
+from tests.helpers.any_models import BY_DOCUMENT, KINDS, save
 from tests.helpers.microbatches import microbatches
 from tests.helpers.ranks import Ranks
 from tests.helpers.served_logprobs import worst_logprob_difference
@@ -110,20 +110,23 @@ def test_each_kind_of_block_is_compiled_once_and_as_a_whole(kind, graphs, tmp_pa
     assert compiler.frame_count == graphs
 
 
-def test_two_fsdp_ranks_train_as_one(tmp_path):
-    """With full checkpointing on one half of the classes, selective on the other."""
+def test_two_ranks_train_as_one(tmp_path):
+    """By FSDP2, with full checkpointing on one half of the classes and selective on the other; most by context, too."""
     ways = []
     for number, kind in enumerate(RANKED):
         save(kind, tmp_path / kind)
         checkpointing = "full" if number % 2 else "selective"
         ways.append(WAY | {"folder": str(tmp_path / kind), "together": 1 + number % 3, "checkpointing": checkpointing})
+    split = [way | {"cp": 2} for way, kind in zip(ways, RANKED, strict=True) if kind not in BY_DOCUMENT]
     seen = {}
-    for ranks in (1, 2):
+    for ranks, given in ((1, ways), (2, ways + split)):
         worker, out = ROOT / "tests" / "helpers" / "parallel_worker.py", tmp_path / f"{ranks}.json"
-        Ranks(ranks, worker, "", out, json.dumps(ways), log=out.with_suffix(".log"), cwd=tmp_path).check()
-        seen[ranks] = json.loads(out.read_text())
-    for kind, one, two in zip(RANKED, seen[1], seen[2], strict=True):
-        one, two = torch.tensor(one), torch.tensor(two)
+        Ranks(ranks, worker, "", out, json.dumps(given), log=out.with_suffix(".log"), cwd=tmp_path).check()
+        seen[ranks] = [torch.tensor(steps) for steps in json.loads(out.read_text())]
+    alone = dict(zip(RANKED, seen[1], strict=True))
+    by_context = [kind for kind in RANKED if kind not in BY_DOCUMENT]
+    for kind, two in zip([*RANKED, *by_context], seen[2], strict=True):
+        one = alone[kind]
         assert (one[0] - one[2]).abs().max() > 1e-3, kind
         torch.testing.assert_close(two[0], one[0], atol=1e-5, rtol=1e-6, msg=lambda m, k=kind: f"{k}: {m}")
         rounding = 1e-3 if kind == ROUGH else 3e-5  # AdamW magnifies

@@ -69,6 +69,7 @@ def test_a_run_with_a_teacher_resumes_and_replays_exactly(teacher, top_k, tmp_pa
         flags |= {"--model.weights": "hf", "--model.hf_assets_path": str(tmp_path / "whole/checkpoint/step-4/hf")}
         for ranks in (1, 2):
             only = {"--sft.steps": "0", "--distill.mode": "only"}
+            only |= {"--parallelism.context_parallel_degree": str(ranks)}
             replay(tmp_path / "whole", tmp_path / f"on_{ranks}", flags | only, ranks)
         one, two = (steps(tmp_path / f"on_{ranks}")[0] for ranks in (1, 2))
         for name in ("train/loss", "train/grad_norm", "distill/top_k_kl", "distill/top_k_mass"):

@@ -62,7 +62,7 @@ def test_forward_gradients_and_a_step_equal_peft(name, ranks, tmp_path):
     folder, out = tmp_path / "model", tmp_path / "out"
     MODELS[name]().save_pretrained(folder)
     out.mkdir()
-    ways = ALONE if ranks == 1 else [{"tp": 1, "checkpointing": "full"}, {"tp": 2}]
+    ways = ALONE if ranks == 1 else [{"tp": 1, "checkpointing": "full"}, {"tp": 2}, {"cp": 2}]
     worker = ROOT / "tests" / "helpers" / "lora_worker.py"
     Ranks(ranks, worker, folder, out, json.dumps(ways), log=tmp_path / "log", cwd=tmp_path).check()
     for number in range(len(ways)):

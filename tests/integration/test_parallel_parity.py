@@ -95,7 +95,7 @@ def alone(folders, tmp_path_factory) -> Callable[..., torch.Tensor]:
 def test_sharded_training_equals_one_process(folders, alone, model, tmp_path):
     alone = alone(model)
     assert (alone[0] - alone[2]).abs().max() > 1e-3  # the weights do move
-    ways = [{"tp": 1, "together": together} for together in (1, 2, 3)] + [{"tp": 2}]
+    ways = [{"tp": 1, "together": together} for together in (1, 2, 3)] + [{"tp": 2}, {"cp": 2}]
     for way, sharded in zip(ways, run(folders[model], 2, tmp_path / "2", *ways), strict=True):
         torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
@@ -111,9 +111,13 @@ def test_experts_on_four_ranks_equal_one_process(folders, alone, tmp_path):
 
 
 def test_four_ranks_equal_one_process(folders, alone, tmp_path):
-    """FSDP2 and TP with activation checkpointing, replicas of shards, and replicas of tensor-parallel ranks."""
+    """FSDP2 with TP and with CP, checkpointing, replicas of shards, of tensor-parallel and of context-parallel ranks.
+
+    Four context-parallel ranks have two key/value heads, documents longer than a part, and parts without an answer.
+    """
     ways = [{"tp": 2, "checkpointing": kind, "together": 2 if kind == "full" else 1} for kind in ("full", "selective")]
     ways += [{"tp": tp, "replicas": 2} for tp in (1, 2)]
+    ways += [{"cp": 4}, {"cp": 2, "checkpointing": "selective"}, {"cp": 2, "replicas": 2, "checkpointing": "full"}]
     for way, found in zip(ways, run(folders["qwen3-tied"], 4, tmp_path / "4", *ways), strict=True):
         torch.testing.assert_close(found, alone("qwen3-tied"), atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 

@@ -188,6 +188,9 @@ def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(where, not_o
             assert other[name] == one[name], (one["step"], name)
 
 
+CONTEXT = {"--parallelism.context_parallel_degree": "2", "--checkpoint.interval": "2"}
+
+
 def test_batches_are_packed_ahead_but_not_before_a_checkpoint_or_a_validation(tmp_path):
     flags = {"--async_grpo.max_trajectory_age_steps": "3", "--async_grpo.run_ahead": "full", "--grpo.minibatches": "2"}
     flags |= BACKGROUND | {"--training.steps": "6", "--checkpoint.interval": "3", "--metrics.samples_per_step": "1000"}
@@ -235,17 +238,22 @@ def trained_start(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         {"--grpo.minibatches": "2", "--grpo.kl_coef": "0.05", "--grpo.kl_placement": "reward"},
         {"--grpo.policy_loss": "gspo", "--grpo.loss_aggregation": "sequence", "--grpo.kl_coef": "0.05"},
+        {"--grpo.kl_coef": "0.05", "--grpo.kl_placement": "reward"} | CONTEXT,
     ],
-    ids=["minibatches-kl-in-reward", "gspo-kl-in-loss"],
+    ids=["minibatches-kl-in-reward", "gspo-kl-in-loss", "context-parallel"],
 )
 def test_two_ranks_learn_what_one_rank_learns(flags, trained_start, tmp_path):
     flags = flags | {"--model.hf_assets_path": trained_start, "--model.weights": "hf", "--sft.steps": "0"}
     flags |= {"--metrics.samples_per_step": "1000"}
-    alone = train(tmp_path / "one", flags)
+    alone = train(tmp_path / "one", {flag: value for flag, value in flags.items() if flag not in CONTEXT})
     sharded = train(tmp_path / "two", flags, ranks=2)
     for one, two in zip(alone, sharded, strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "policy/kl", "policy/entropy"):
             assert two[name] == pytest.approx(one[name], abs=2e-4), (one["step"], name)
+    if CONTEXT.items() <= flags.items():
+        shutil.rmtree(tmp_path / "two" / "checkpoint" / "step-3")
+        resumed = train(tmp_path / "two", flags | {"--checkpoint.resume": None}, ranks=2)
+        assert without_times(resumed) == without_times(sharded)
     samples = [json.loads(line) for line in (tmp_path / "one" / "samples.jsonl").read_text().splitlines()]
     groups = defaultdict(list)
     for sample in samples:
