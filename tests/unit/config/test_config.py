@@ -217,6 +217,16 @@ BAD_TOML = {
         "[training] seq_len = 2047",
         "set 2048",
     ),
+    "rows of parts": (
+        "[training]\nseq_len = 2046\n[parallelism]\ncontext_parallel_degree = 4",
+        "[parallelism] context_parallel_degree = 4",
+        "set 2048",
+    ),
+    "heads are split twice": (
+        "[parallelism]\ncontext_parallel_degree = 2\ntensor_parallel_degree = 2",
+        "context_parallel_degree = 2 with tensor_parallel_degree = 2",
+        "Set one of them to 1",
+    ),
     "row under seq_len": (
         "[training]\ntokens_per_microbatch = 100",
         "[training] tokens_per_microbatch",
@@ -504,7 +514,7 @@ BAD_TOML = {
     ),
     # torchtitan's keys without effect
     "pipeline": ("[parallelism]\npipeline_parallel_degree = 2", "[parallelism] pipeline_parallel_degree = 2", "FSDP"),
-    "context": ("[parallelism]\ncontext_parallel_degree = 2", "[parallelism] context_parallel_degree", "not supported"),
+    "ring": ("[parallelism]\ncontext_parallel_rotate_method = 'alltoall'", "rotate_method", "split by heads"),
     "expert": ("[parallelism]\nexpert_tensor_parallel_degree = 2", "expert_tensor_parallel_degree", "not supported"),
     "dataset": ("[training]\ndataset = 'c4'", "[training] dataset", "prompts come from [data]"),
     "batch": ("[training]\nlocal_batch_size = 2", "[training] local_batch_size", "tokens_per_microbatch"),
@@ -740,6 +750,8 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
         (["--weight_sync.transport", "gloo"], 1, 2, ()),
         ([], 2, 2, ()),
         (["--parallelism.tensor_parallel_degree", "2"], 3, 0, ("tensor_parallel_degree = 2", "3 processes")),
+        (["--parallelism.context_parallel_degree", "2"], 3, 0, ("context_parallel_degree = 2", "3 processes")),
+        (["--parallelism.context_parallel_degree", "2"], 4, 5, ()),
         (["--parallelism.expert_parallel_degree", "2"], 3, 0, ("expert_parallel_degree = 2", "3 processes")),
         (["--parallelism.data_parallel_shard_degree", "4"], 2, 0, ("data_parallel_shard_degree = 4", "2 processes")),
         (["--grpo.prompts_per_step", "1", "--grpo.group_size", "2"], 4, 0, ("prompts_per_step", "2 answers for 4")),

@@ -1,5 +1,6 @@
 """Layers that run along a document: which kernels they take, and what models with them cannot have."""
 
+import contextlib
 import json
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.by_document import ByDocument
 from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.flops import TrainingFlops
-from torchtitan.grpo.model.source import resolve_model
+from torchtitan.grpo.model.source import check_degrees, resolve_model
 from torchtitan.grpo.model.transformers import FAMILY
 
 
@@ -75,6 +76,23 @@ def test_a_window_has_the_flops_of_the_pairs_in_it():
     for own, before in ((10, 0), (100, 0), (100, 7), (30, 40)):
         attention = flops([own], 0, [before]) - flops.per_token * own
         assert attention == 12 * 2 * 32 * (2 * pairs(before, before + own, 16) + pairs(before, before + own, 10**9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "degree", "message"),
+    [
+        ("qwen3_5_text", 2, "this model has layers that run along a document as a whole"),
+        ("gemma3_text", 3, "does not divide this model's 4 attention heads and 2 key/value heads"),
+        ("gemma3_text", 8, "does not divide this model's 4 attention heads"),
+        ("gemma3_text", 4, ""),  # key/value heads are repeated
+    ],
+)
+def test_rows_are_split_by_heads_and_for_attention_alone(kind, degree, message, tmp_path):
+    save(kind, tmp_path)
+    degrees = SimpleNamespace(tensor_parallel_degree=1, expert_parallel_degree=1, context_parallel_degree=degree)
+    refused = pytest.raises(UserError, match=rf"^\[parallelism\] context_parallel_degree = {degree}:? {message}")
+    with refused if message else contextlib.nullcontext():
+        check_degrees(resolve(tmp_path), degrees)
 
 
 @pytest.mark.parametrize("kind", BY_DOCUMENT)

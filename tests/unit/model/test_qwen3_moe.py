@@ -30,6 +30,7 @@ LORA = dict(enable=True, rank=4, alpha=8.0)
 class Parallelism:
     tensor_parallel_degree: int = 1
     expert_parallel_degree: int = 1
+    context_parallel_degree: int = 1
 
 
 def save(folder: Path, **changes: object) -> Path:
@@ -66,6 +67,7 @@ def test_config_json_gives_the_experts_and_balances_nothing(tmp_path):
     ("degrees", "message"),
     [
         (Parallelism(2), r"tensor_parallel_degree = 2: a mixture of experts is not split that way"),
+        (Parallelism(1, 1, 2), r"context_parallel_degree = 2: rows of a mixture of experts are not split"),
         (Parallelism(1, 4), r"expert_parallel_degree = 4 does not divide this model's 6 experts"),
     ],
 )

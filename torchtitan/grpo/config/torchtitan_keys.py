@@ -106,8 +106,8 @@ class Parallelism:
     tensor_parallel_degree: Annotated[int, Range(at_least=1)] = 1
     """Ranks that share each layer."""
     context_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Ranks that share each packed row, for documents that one GPU has no room for: each has a part of its positions,
-    and of the heads in attention (Ulysses). They are among those that shard the model."""
+    """Ranks that share each packed row, for documents that one GPU has no room for. Each has a part of the positions,
+    and in attention of the heads (Ulysses). The weights are sharded over them, too."""
     expert_parallel_degree: Annotated[int, Range(at_least=1)] = 1
     """Of a mixture of experts (docs/moe.md): ranks that share the experts of each layer. Tokens travel to their
     experts, which are not gathered. The ranks are among those that shard the model. 1: each gathers all experts."""
