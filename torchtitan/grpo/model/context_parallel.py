@@ -38,7 +38,8 @@ class ContextParallel:
             positions: Of the answer tokens, ascending, on the host.
             tokens: T of the row.
         """
-        return np.searchsorted(positions, np.arange(self.degree + 1) * (tokens // self.degree)).tolist()
+        starts = np.arange(self.degree + 1) * (tokens // self.degree)
+        return [int(answer) for answer in np.searchsorted(positions, starts)]
 
     def heads(self, x: Tensor) -> Tensor:
         """This rank's positions of all heads -> all positions of its heads.
@@ -77,15 +78,16 @@ class _Gather(torch.autograd.Function):
         ctx.own = slice(starts[context.rank], starts[context.rank + 1])
         sizes = [last - first for first, last in pairwise(starts)]
         longest = max(sizes)
+        if not longest:  # a row of padding
+            return own.clone()
         padded = own.new_zeros(longest, *own.shape[1:])
         padded[: len(own)] = own
         every = own.new_empty(context.degree * longest, *own.shape[1:])
         dist.all_gather_into_tensor(every, padded, group=context.group)
-        if not own.is_floating_point():
-            ctx.mark_non_differentiable(every)
-        return torch.cat(
-            [part[:size] for part, size in zip(every.split(longest) if longest else [], sizes, strict=False)] or [own]
-        )
+        found = torch.cat([part[:size] for part, size in zip(every.split(longest), sizes, strict=True)])
+        if not found.is_floating_point():
+            ctx.mark_non_differentiable(found)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

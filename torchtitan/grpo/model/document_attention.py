@@ -60,7 +60,8 @@ def attend(
         ValueError: A softcap on CUDA in bfloat16 or float16.
     """
     if context is not None:
-        whole = attend(*map(context.heads, (q, k, v)), documents, scale, window=window, softcap=softcap, flash=flash)
+        q, k, v = (context.heads(x) for x in (q, k, v))
+        whole = attend(q, k, v, documents, scale, window=window, softcap=softcap, flash=flash)
         return context.positions(whole)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
     if not (q.is_meta or (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16))):
