@@ -38,8 +38,8 @@ class ContextParallel:
             positions: Of the answer tokens, ascending, on the host.
             tokens: T of the row.
         """
-        starts = np.arange(self.degree + 1) * (tokens // self.degree)
-        return [int(answer) for answer in np.searchsorted(positions, starts)]
+        length = tokens // self.degree
+        return [int(np.searchsorted(positions, part * length)) for part in range(self.degree + 1)]
 
     def heads(self, x: Tensor) -> Tensor:
         """This rank's positions of all heads -> all positions of its heads.
