@@ -17,7 +17,7 @@ from torchtitan.grpo.model import packed as packed_model
 from torchtitan.grpo.model.by_document import plain_functions
 from torchtitan.grpo.model.document_attention import attend
 from torchtitan.grpo.model.flash_operator import MODULE, row_kernels
-from torchtitan.grpo.model.logprobs import token_logprobs
+from torchtitan.grpo.model.logprobs import product, token_logprobs
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.shards import local
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
@@ -60,7 +60,14 @@ def process_group():
     torch.distributed.destroy_process_group()
 
 
-def build(folder, precision: str, compile: bool, flash_attention: str = "FA2", keeps: str = "op"):
+def build(
+    folder,
+    precision: str,
+    compile: bool,
+    flash_attention: str = "FA2",
+    keeps: str = "op",
+    logits_dtype: str = "float32",
+):
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32",
@@ -68,6 +75,7 @@ def build(folder, precision: str, compile: bool, flash_attention: str = "FA2", k
         mixed_precision_reduce="float32",
         seq_len=512,
         kept_logits_mib=1,
+        logits_dtype=logits_dtype,
         flash_attention=flash_attention,
     )
     config.activation_checkpoint.mode = "selective"
@@ -271,6 +279,50 @@ def test_a_teachers_tokens_have_the_logprobs_and_gradients_of_a_cpu(compile):
         results.append([x.cpu() for x in (logprobs, entropy, of_others, h.grad, w.grad)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(1024, 32_000), (1, 1001), (37, 1000)])
+def test_products_of_bfloat16_are_summed_and_kept_in_float32(tokens, words):
+    hidden = torch.randn(tokens, 256, device=DEVICE).bfloat16()
+    weight = torch.randn(words, 256, device=DEVICE).bfloat16() / 4
+    product(hidden, weight.T, torch.float32)  # allocates what stays
+    before = torch.cuda.memory_allocated(DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    logits = product(hidden, weight.T, torch.float32)
+    if words > 10_000:  # no copy of a factor in float32
+        assert torch.cuda.max_memory_allocated(DEVICE) - before < 1.05 * logits.nbytes
+    exact = hidden.double() @ weight.double().T
+    assert logits.dtype == torch.float32 and (logits - exact).abs().max() < 5e-4
+    assert (product(hidden, weight.T, torch.bfloat16) - exact).abs().max() > 5e-3
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_log_probabilities_of_bfloat16_states_are_those_of_float64(compile):
+    hidden = torch.randn(600, 256, device=DEVICE).bfloat16()
+    weight = torch.randn(32_000, 256, device=DEVICE).bfloat16() / 4
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1)
+    targets = exact.exp().multinomial(1)[:, 0]
+    expected = exact.gather(1, targets[:, None])[:, 0]
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    (leaves[0] @ leaves[1].T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+    for rounded, least, most in ((False, 0, 5e-5), (True, 1e-3, 0.1)):
+        ours = [x.clone().requires_grad_() for x in (hidden, weight)]
+        logprobs, _ = token_logprobs(*ours, targets, 1.0, chunk_tokens=256, compile=compile, round_logits=rounded)
+        assert least <= (logprobs - expected).abs().mean() < most
+        logprobs.sum().backward()
+        for a, b in zip(ours, leaves, strict=True):
+            assert (a.grad - b.grad).norm() < (0.05 if rounded else 0.01) * b.grad.norm()
+
+
+def test_a_model_rounds_its_logits_only_when_it_is_told_to(folder):
+    """Attention and products repeat, so nothing else differs."""
+    ((row,),) = pack(samples(), 640, 1, 640)
+    with torch.no_grad():
+        exact, again, rounded = (
+            build(folder, "bfloat16", False, logits_dtype=dtype)(Microbatch.of(row, DEVICE), 1.0)[0]
+            for dtype in ("float32", "float32", "model")
+        )
+    assert torch.equal(exact, again) and 1e-5 < (rounded - exact).abs().mean() < 0.05
 
 
 def test_compiled_blocks_serve_rows_with_any_number_of_documents(folder, monkeypatch):

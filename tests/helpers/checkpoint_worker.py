@@ -86,6 +86,7 @@ class TinyTrainer:
             mixed_precision_reduce="float32",
             seq_len=64,
             kept_logits_mib=1,
+            logits_dtype="float32",
             flash_attention="auto",
         )
         config.activation_checkpoint.mode = "none"

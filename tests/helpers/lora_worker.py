@@ -45,6 +45,7 @@ def run(folder: str, out: Path, tp: int, cp: int, checkpointing: str, lora: dict
         mixed_precision_reduce="float32",
         seq_len=64,
         kept_logits_mib=1,
+        logits_dtype="float32",
         flash_attention="auto",
     )
     config.parallelism.tensor_parallel_degree = tp

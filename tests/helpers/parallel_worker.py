@@ -58,6 +58,7 @@ def train(
         mixed_precision_reduce="float32",
         seq_len=64,
         kept_logits_mib=1,
+        logits_dtype="float32",
         flash_attention="auto",
     )
     config.parallelism.tensor_parallel_degree = tp

@@ -138,6 +138,7 @@ def main(job: dict) -> None:
         mixed_precision_reduce="float32",
         seq_len=64,
         kept_logits_mib=1,
+        logits_dtype="float32",
         flash_attention="auto",
     )
     config.parallelism.tensor_parallel_degree = job["tp"]

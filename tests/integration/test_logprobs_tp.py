@@ -51,6 +51,11 @@ def check(rank: int, mesh, vocab: int, tokens: int, chunk_tokens: int) -> None:
         (weight.grad.full_tensor(), whole_weight.grad),
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    # bfloat16 states and weights have float32 logits on both sides
+    whole = token_logprobs(whole_hidden.detach().bfloat16(), whole_weight.detach().bfloat16(), targets, TEMPERATURE)
+    low = [x.to_local().detach().bfloat16() for x in (hidden, weight)]
+    for a, b in zip(token_logprobs(*low, targets, TEMPERATURE, mesh=mesh), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     gathered = [torch.empty_like(ours[0]) for _ in range(2)]
     dist.all_gather(gathered, ours[0].detach())
     assert torch.equal(*gathered)  # replicated to the last bit

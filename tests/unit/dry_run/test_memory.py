@@ -346,6 +346,14 @@ STEPS = {
         ["--parallelism.context_parallel_degree", "2"],
         None,
     ),
+    "rounded logits": (
+        "qwen3-small",
+        1,
+        1024,
+        1,
+        ["--training.logits_dtype", "model", *CHECKPOINTING["none"]],
+        "log-probabilities' backward",
+    ),
     "selective, tensor parallel": (
         "llama-small",
         4,
@@ -522,7 +530,7 @@ def test_parts_of_the_tiny_model(monkeypatch):
     assert step["snapshots"] == 2 * parameters // 2
     assert step["buckets, at most"] == 2 * parameters
     assert memory.moments["last block's backward"]["gathered weights"] == 2 * (outside + 2 * block)
-    assert memory.moments["log-probabilities' backward"]["logits chunk"] == 64 * 64 * (2 + 4 * 4)
+    assert memory.moments["log-probabilities' backward"]["logits chunk"] == 64 * 64 * 4 * 4  # besides the kept logits
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ NAMES = {
     "adam_epsilon": "optimizer.eps",
     "beta": "grpo.kl_coef",
     "bf16": 'training.mixed_precision_param: "bfloat16"',
+    "cast_lm_head_to_fp32": 'training.logits_dtype: "float32" for true; float32 by default',
     "dataset_config": "data.subset",
     "dataset_name": "data.path",
     "dataset_test_split": "data.validation_split",

@@ -88,8 +88,11 @@ class Training:
     """Compute a prompt once for the answers of its group that are in one row. The result is the same but for rounding.
     Off gives each answer a prompt of its own."""
     kept_logits_mib: Annotated[int, Range(at_least=0)] = 2048
-    """Logits kept from forward to backward, in MiB; the rest are recomputed. 16k answer tokens of Qwen3 take 4.6 GiB.
-    0 keeps none."""
+    """Logits kept from forward to backward, in MiB; the rest are recomputed. 16k answer tokens of Qwen3 take 9.3 GiB,
+    or 4.6 GiB with `logits_dtype = "model"`. 0 keeps none."""
+    logits_dtype: Literal["float32", "model"] = "float32"
+    """Type of the logits, whose factors are in `mixed_precision_param`. `model` rounds logits to it too: they take half
+    the memory in bfloat16, and trainer and sampler differ by more (docs/metrics.md)."""
     reduce_gradients: Literal["auto", "microbatch", "step"] = "auto"
     """When sharded ranks gather parameters and reduce gradients: per packed row, or once per optimizer `step`.
     `step` saves traffic but keeps all weights and gradients on each rank; `auto` uses it up to a billion parameters."""

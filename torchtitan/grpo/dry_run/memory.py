@@ -125,6 +125,7 @@ class _Rank:
             TORCH_DTYPE_MAP[name].itemsize
             for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
         )
+        self.logit = self.computed if training.logits_dtype == "model" else max(self.computed, 4)
         ranks, tensor = data_ranks(config, world_size), parallelism.tensor_parallel_degree
         copies = parallelism.data_parallel_replicate_degree or 1
         context = parallelism.context_parallel_degree
@@ -323,17 +324,19 @@ class _Rank:
 
     def _kept_logits(self) -> int:
         """Whole chunks that fit into `[training] kept_logits_mib`, if every token is an answer token."""
-        chunk = min(_chunk_tokens(), self.tokens) * self.vocabulary * self.computed
+        chunk = min(_chunk_tokens(), self.tokens) * self.vocabulary * self.logit
         room = self.config.training.kept_logits_mib << 20
-        return min(room // chunk * chunk, self.tokens * self.vocabulary * self.computed)
+        return min(room // chunk * chunk, self.tokens * self.vocabulary * self.logit)
 
     def _logits_chunk(self, backward: bool) -> int:
-        """What `logprobs.token_logprobs` holds for one chunk: two copies at most if fused, else float32 temporaries."""
+        """What `logprobs.token_logprobs` holds for one chunk: logits and gradient if fused, else temporaries too."""
+        all_kept = self._kept_logits() == self.tokens * self.vocabulary * self.logit
+        each = 0 if backward and all_kept else self.logit
         if self.compiled:
-            each = self.computed * (2 if backward else 1)
+            each += self.computed * backward
         else:
             terms = self.config.grpo.entropy_coef or self.config.distill.top_k
-            each = self.computed + 4 * (5 if backward and terms else 4)
+            each += 4 * (5 if backward and terms else 4)
         of_teacher = self.tokens * self.config.distill.top_k * TOP_TOKEN_BYTES
         return min(_chunk_tokens(), self.tokens) * self.vocabulary * each + of_teacher
 

@@ -30,10 +30,12 @@ def token_logprobs(
     others: Tensor | None = None,
     predictions: bool = False,
     softcap: float = 0.0,
+    round_logits: bool = False,
 ) -> tuple[Tensor, ...]:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that distribution, in nats.
 
-    The matrix multiplication is in hidden's dtype, the rest in float32 (float64 if hidden is float64).
+    The matrix multiplication takes hidden's dtype. Logits and what is computed from them are float32 (float64 if hidden
+    is float64): see `product`. The gradient by the logits is rounded to hidden's dtype for its two multiplications.
 
     Args:
         hidden: [T, D], the final hidden states at the positions that predict `targets`. T may be 0.
@@ -47,10 +49,12 @@ def token_logprobs(
             weight's is this rank's slice.
         compile: Fuse the elementwise work with torch.compile. Unfused, that work is memory-bound and takes longer
             than the matrix multiplications (2.6 times the total time on an H200, V = 152k, D = 1024).
-        kept_bytes: Memory for chunks of logits, in hidden's dtype, that backward need not recompute.
+        kept_bytes: Memory for chunks of logits that backward need not recompute.
         others: [T, K], further tokens at each position, each at most once. -1 is none: 0 is returned for it.
         predictions: Return whether each target is a likeliest token, too.
         softcap: Logits become softcap * tanh(logit / softcap) before the temperature, as in Gemma 2. 0: they stay.
+        round_logits: Round logits to hidden's dtype, which halves their memory. In bfloat16 log-probabilities then move
+            by 0.025 nat on average (SmolLM2-135M, whose sampled tokens have logits of 25).
 
     Returns:
         logprobs [T] and entropy [T]. With `others` also [T, K + 1]: their log-probabilities, and in the last column
@@ -67,7 +71,7 @@ def token_logprobs(
     group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
     known = targets.new_empty(len(targets), 0) if others is None else others.long()
     logprobs, entropy, is_likeliest, of_others = _TokenLogprobs.apply(
-        hidden, weight, targets, known, temperature, chunk_tokens, group, compile, kept_bytes, softcap
+        hidden, weight, targets, known, temperature, chunk_tokens, group, compile, kept_bytes, softcap, round_logits
     )
     found = (logprobs, entropy) if others is None else (logprobs, entropy, of_others)
     return (*found, is_likeliest) if predictions else found
@@ -87,9 +91,11 @@ class _TokenLogprobs(torch.autograd.Function):
         compile: bool,
         kept_bytes: int,
         softcap: float,
+        round_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         projection = weight.to(hidden.dtype).T  # [D, V_local]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logits_dtype = hidden.dtype if round_logits else dtype
         columns, are_local = _localize(torch.cat([targets[:, None], others], 1), weight.shape[0], group)
         local_targets, is_local, columns, are_local = columns[:, 0], are_local[:, 0], columns[:, 1:], are_local[:, 1:]
         stats = torch.empty(5 if others.shape[1] else 4, len(targets), dtype=dtype, device=hidden.device)
@@ -97,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: list[Tensor] = []
         room = kept_bytes if any(ctx.needs_input_grad[:2]) else 0
         for rows in _chunks(len(targets), chunk_tokens):
-            logits = _capped(hidden[rows] @ projection, softcap)
+            logits = _capped(product(hidden[rows], projection, logits_dtype), softcap)
             if len(kept) * chunk_tokens == rows.start and logits.nbytes <= room:  # a prefix of the chunks
                 kept.append(logits)
                 room -= logits.nbytes
@@ -126,7 +132,7 @@ class _TokenLogprobs(torch.autograd.Function):
         of_rows = highest, log_mass, logprobs, entropy
         ctx.save_for_backward(hidden, weight, *at_target, *at_others, *of_rows, *kept)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
-        ctx.softcap = softcap
+        ctx.softcap, ctx.logits_dtype = softcap, logits_dtype
         ctx.set_materialize_grads(False)
         is_likeliest = target_logit >= highest
         ctx.mark_non_differentiable(is_likeliest)
@@ -165,7 +171,10 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_others is not None:
             at_others = (at_others / ctx.temperature).to(hidden.dtype)
         for i, rows in enumerate(_chunks(len(hidden), ctx.chunk_tokens)):
-            logits = kept[i] if i < len(kept) else _capped(hidden[rows] @ compute_weight.T, ctx.softcap)
+            if i < len(kept):
+                logits = kept[i]
+            else:
+                logits = _capped(product(hidden[rows], compute_weight.T, ctx.logits_dtype), ctx.softcap)
             row_grads = _compiled(_row_grads, len(logits) == ctx.chunk_tokens) if ctx.compile else _row_grads
             of_entropy: tuple[Tensor | None, Tensor | None] = (None, None)
             if grad_entropy is not None:
@@ -174,24 +183,37 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_others is not None:
                 own_rest = rest[rows], grad_rest[rows]
             of_rows = highest[rows], log_mass[rows], grad_sum[rows]
-            grad = row_grads(logits, *of_rows, *of_entropy, *own_rest, ctx.temperature)
+            grad = row_grads(logits, *of_rows, *of_entropy, *own_rest, ctx.temperature, hidden.dtype)
             column = local_targets[rows, None]
             grad.scatter_(1, column, at_target[rows, None].where(is_local[rows, None], grad.gather(1, column)))
             if grad_others is not None:
                 _put(grad, columns[rows], at_others[rows], are_local[rows])
             if ctx.softcap:
-                grad = grad * (1 - (logits / ctx.softcap) ** 2)
+                grad = (grad * (1 - (logits / ctx.softcap) ** 2)).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ compute_weight
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[rows])
         if grad_hidden is not None and ctx.group is not None and len(hidden):
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 8
+        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 9
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [T, D] @ b [D, V] of one dtype, in `dtype`. bfloat16 factors give float32 logits that were never rounded.
+
+    That is an output layer in float32 by `head_dtype` of vLLM on a GPU, or `--enable-fp32-lm-head` of SGLang: a weight
+    in bfloat16, as it is published, and sums in float32. It is no product with the optimizer's float32 weight.
+    """
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)  # tensor cores' own sums; no copy of the weight in float32
+    return a.to(dtype) @ b.to(dtype)
 
 
 def _capped(logits: Tensor, softcap: float) -> Tensor:
@@ -217,8 +239,9 @@ def _row_grads(
     rest: Tensor | None,
     grad_rest: Tensor | None,
     temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient [C, V] of the logits in their dtype, correct in every column except those of target and other tokens."""
+    """Gradient [C, V] of the logits in `dtype`, correct in every column except those of target and other tokens."""
     logp = (logits.to(highest.dtype) / temperature - highest[:, None]) - log_mass[:, None]
     p = logp.exp()
     grads = -p * grad[:, None]
@@ -226,7 +249,7 @@ def _row_grads(
         grads = grads - p * (logp + entropy[:, None]) * grad_entropy[:, None]
     if rest is not None and grad_rest is not None:
         grads = grads + _share(logp, rest[:, None]) * grad_rest[:, None]
-    return (grads / temperature).to(logits.dtype)
+    return (grads / temperature).to(dtype)
 
 
 def _rest_mass(logits: Tensor, highest: Tensor, columns: Tensor, are_local: Tensor, temperature: float) -> Tensor:

@@ -36,6 +36,7 @@ def make_packed(
     context: ContextParallel | None = None,
     compile: bool = False,
     kept_logits_bytes: int = 0,
+    round_logits: bool = False,
     flash: Attention = flash_attention_2,
 ) -> None:
     """Make `model(microbatch, temperature)` return log-probabilities of the answer tokens of a packed row.
@@ -45,7 +46,7 @@ def make_packed(
         tp_mesh: Its tensor-parallel mesh, if it has one: the output weight is then sharded over the vocabulary.
         context: With context parallelism, which does not go with `tp_mesh`.
         compile: Blocks are compiled; compile the log-probabilities too.
-        kept_logits_bytes: See `logprobs.token_logprobs`.
+        kept_logits_bytes, round_logits: See `logprobs.token_logprobs`.
         flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`; elsewhere torch's SDPA is used.
     """
     states: States = _states_of_parts
@@ -62,6 +63,7 @@ def make_packed(
             context=context,
             compile=compile,
             kept_bytes=kept_logits_bytes,
+            round_logits=round_logits,
         ),
         model,
     )
@@ -91,6 +93,7 @@ def _packed_forward(
     context: ContextParallel | None,
     compile: bool,
     kept_bytes: int,
+    round_logits: bool,
     predictions: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`.
@@ -146,6 +149,7 @@ def _packed_forward(
         mesh=tp_mesh,
         compile=compile,
         kept_bytes=kept_bytes,
+        round_logits=round_logits,
         others=top_ids if torch.is_grad_enabled() and not predictions else None,
         predictions=predictions,
     )

@@ -96,6 +96,7 @@ def build_model(
         context=None if cp_mesh is None else ContextParallel(cp_mesh),
         compile=compiled,
         kept_logits_bytes=config.training.kept_logits_mib << 20,
+        round_logits=config.training.logits_dtype == "model",
         flash=_attention(source, config, dims, device),
     )
     if trainable and config.activation_checkpoint.mode != "none":
