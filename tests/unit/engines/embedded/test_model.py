@@ -6,7 +6,7 @@ from transformers import FalconH1Config, GptOssConfig, Lfm2Config, MambaConfig, 
 
 from tests.helpers.any_models import BY_DOCUMENT, KINDS, save
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
-from torchtitan.grpo.engines.embedded.model import load_model
+from torchtitan.grpo.engines.embedded.model import load_model, logits_of
 from torchtitan.grpo.engines.embedded.scoring import token_logprobs
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.errors import UserError
@@ -42,6 +42,18 @@ def test_windows_softcaps_and_scales_are_the_models(kind, tmp_path):
     (known,) = token_logprobs(model, [prompts[1]])
     scored = torch.tensor([each[token] for each, token in zip(known, prompts[1][1:], strict=True)])
     torch.testing.assert_close(scored, expected(reference, prompts[1][:1], prompts[1][1:]), atol=1e-4, rtol=0)
+
+
+def test_logits_of_a_bfloat16_model_are_not_rounded(tmp_path):
+    """With a softcap."""
+    save("gemma2", tmp_path)
+    model = load_model(tmp_path, torch.device("cpu"), torch.bfloat16)
+    hidden = torch.randn(2, 3, model.config.hidden_size).bfloat16()
+    cap = model.config.final_logit_softcapping
+    exact = cap * torch.tanh(hidden.double() @ model.lm_head.weight.double().T / cap)
+    logits = logits_of(model, hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torchtitan.grpo.engines.embedded.adapters import base_parameters, fit_adapt
 from torchtitan.grpo.engines.stop_strings import Decode
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import MODEL_TYPES, logit_rule
+from torchtitan.grpo.model.logprobs import product
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 
 
@@ -50,9 +51,12 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
 
 
 def logits_of(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """The output layer's logits of states [..., D], as the model's own forward has them."""
+    """The output layer's float32 logits of states [..., D], which the model's own forward rounds to its dtype."""
     scale, softcap = logit_rule(model.config)
-    logits = model.get_output_embeddings()(hidden)
+    output = model.get_output_embeddings()
+    logits = product(hidden.flatten(0, -2), output.weight.T, torch.float32).unflatten(0, hidden.shape[:-1])
+    if output.bias is not None:
+        logits = logits + output.bias
     if scale != 1:  # most have none: a pass over the vocabulary less
         logits = logits * scale
     return softcap * torch.tanh(logits / softcap) if softcap else logits
