@@ -12,12 +12,12 @@
 #   --gpu     CUDA devices, e.g. 0 or 2,3, counted among the visible ones; several become a tensor-parallel server.
 #             Default: all that are visible, TP 1
 #
-# All other flags go to vLLM unchanged and override what is set here: on GPUs --dtype bfloat16 with float32 logits
-# (--hf-overrides '{"head_dtype": "float32"}'), a process for the worker (--distributed-executor-backend mp), and CUDA
-# graphs up to 1,024 tokens (--max-cudagraph-capture-size), which any flag of yours about graphs replaces. A run with
-# [lora] needs --enable-lora --max-loras 1 --max-lora-rank RANK. VLLM_PYTHON: the Python that has vLLM (default python3).
-# VLLM_API_KEY, if set, is required of clients on every route but /health ([rollout] api_key_env names it for the
-# trainer). vLLM by itself asks for it on some routes only, not on those that replace weights.
+# All other flags go to vLLM unchanged and override what is set here: on GPUs --dtype bfloat16, a process for the worker
+# (--distributed-executor-backend mp), and CUDA graphs up to 1,024 tokens (--max-cudagraph-capture-size), which any flag of
+# yours about graphs replaces. A run with [lora] needs --enable-lora --max-loras 1 --max-lora-rank RANK. VLLM_PYTHON: the
+# Python that has vLLM (default python3). VLLM_API_KEY, if set, is required of clients on every route but /health
+# ([rollout] api_key_env names it for the trainer). vLLM by itself asks for it on some routes only, not on those that
+# replace weights.
 # BUNDLE_TOKENS (default 32): the tokens of an answer that leave vLLM's engine together; 1 leaves vLLM as it is.
 set -euo pipefail
 

@@ -39,18 +39,6 @@ def test_trainers_have_the_first_gpus_and_servers_the_next_ones(monkeypatch):
     assert servers[0].environment()["CUDA_VISIBLE_DEVICES"] == "4,3"
 
 
-def test_servers_on_gpus_do_not_round_their_logits():
-    """On a CPU they compute in float32 anyway. Flags of one's own come later, and win."""
-    own = ("--hf-overrides", '{"head_dtype": "model"}')
-    for gpus in (None, (0,)):
-        vllm = VllmCommand("org/name", gpus, own).argv(1)
-        first = vllm.index("--hf-overrides")
-        assert vllm[first + 1] == '{"head_dtype": "float32"}' and tuple(vllm[-2:]) == own
-        assert "--enable-fp32-lm-head" in SglangCommand("m", gpus).argv(1)
-    assert "--hf-overrides" not in VllmCommand("org/name", ()).argv(1)
-    assert "--enable-fp32-lm-head" not in SglangCommand("m", ()).argv(1)
-
-
 def test_on_a_cpu_the_longest_request_is_one_that_the_model_can_take(tmp_path):
     for text, longest in (('{"max_position_embeddings": 512}', "512"), ('{"max_position_embeddings": 9999}', "1024")):
         (tmp_path / "config.json").write_text(text)

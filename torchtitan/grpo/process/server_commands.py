@@ -306,8 +306,6 @@ class VllmCommand(ServerCommand):
             # for each made 1.4 times the tokens with 512 answers of a 1.7B model (docs/benchmarks.md, section 7).
             flags += ["--distributed-executor-backend", "mp"]
             flags += self._graphs()
-            # Logits are not rounded, as in the trainer (docs/metrics.md). Versions that cannot do so go on without it.
-            flags += ["--hf-overrides", '{"head_dtype": "float32"}']
         if self.gpus:
             flags += ["--tensor-parallel-size", str(len(self.gpus))]
         if max_model_len:
@@ -377,7 +375,7 @@ class SglangCommand(ServerCommand):
             flags += ["--max-total-tokens", "4096", "--mem-fraction-static", "0.5"]
             flags.append("--sleep-on-idle")  # else an idle server keeps a core busy
         else:
-            flags += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
+            flags += ["--dtype", "bfloat16"]
         if self.lora_rank:
             flags += ["--enable-lora", "--max-lora-rank", str(self.lora_rank)]
             flags += ["--lora-target-modules", *self.lora_layers]
