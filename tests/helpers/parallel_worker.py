@@ -15,6 +15,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.host_memory import block_inputs
 from torchtitan.grpo.model import parallelize
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
@@ -48,6 +49,7 @@ def train(
     reduce_once: bool,
     computed: str,
     together: int,
+    offload: bool = False,
 ) -> list[list[float]]:
     """[[loss, gradient norm]] of each step. `together`: how many blocks are one FSDP2 group."""
     parallelize.blocks_together = lambda *_: together
@@ -59,11 +61,13 @@ def train(
         seq_len=64,
         kept_logits_mib=1,
         logits_dtype="float32",
+        tokens_per_microbatch=row_tokens,
         flash_attention="auto",
     )
     config.parallelism.tensor_parallel_degree = tp
     config.activation_checkpoint.mode = checkpointing
     config.activation_checkpoint.selective_ac_option = "matmul"
+    config.activation_checkpoint.offload, block_inputs.LEAST_BYTES = offload, 1
     world = dist.get_world_size()
     dims = ParallelDims(replicas, world // (tp * cp) // replicas, cp, tp, 1, ep, 1, world)
     data_rank = dims.get_mesh("batch").get_local_rank() if world // (tp * cp) > 1 else 0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from torchtitan.grpo.dry_run.activations import block_activations
 from torchtitan.grpo.dry_run.describe import describe, memory_lines
 from torchtitan.grpo.dry_run.memory import memory_bytes
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.host_memory import block_inputs
 from torchtitan.grpo.model import document_attention, logprobs, parallelize
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy import gradients
@@ -412,6 +414,8 @@ STEPS = {
         None,
     ),
     "experts": ("qwen3_moe-small", 4, 512, 2, CHECKPOINTING["full"], None),
+    "inputs on the host": ("qwen3-deep", 4, 1024, 2, ["--activation_checkpoint.offload"], None),
+    "inputs on the host, three blocks together": ("qwen3-deep", 4, 1024, 2, ["--activation_checkpoint.offload"], None),
     "three blocks together": ("qwen3-deep", 4, 1024, 2, [], None),
     "three blocks together, a short row": ("qwen3-deep", 4, 64, 2, [], "second group's backward"),
     "three blocks together, no checkpointing": ("llama-deep", 4, 512, 2, CHECKPOINTING["none"], None),
@@ -436,15 +440,23 @@ STEPS = {
 }
 
 
+@pytest.fixture
+def host_memory_apart(monkeypatch) -> None:
+    """Block inputs of any size leave, for memory that torch's profiler does not see."""
+    monkeypatch.setattr(block_inputs, "LEAST_BYTES", 1)
+    unseen = lambda self, nbytes, instead_of: torch.from_numpy(np.empty(nbytes, np.uint8))  # noqa: E731
+    monkeypatch.setattr(block_inputs.BlockInputs, "_allocate", unseen)
+
+
 @pytest.mark.parametrize("case", STEPS)
-def test_peak_of_whole_steps(case, folders, gpu_kernels, monkeypatch):
+def test_peak_of_whole_steps(case, folders, gpu_kernels, host_memory_apart, monkeypatch):
     """Weights, FSDP2's buffers, forward, backward, clipping and AdamW: a step of several rows after a first one."""
     name, world, tokens, rows, flags, moment = STEPS[case]
     config = read(folders[name], world, tokens, rows, *flags, monkeypatch=monkeypatch)
     config.lora.enable = case.startswith("adapters")
     if case.startswith("all blocks together"):
         monkeypatch.setattr(parallelize, "TOGETHER_BYTES", 1 << 40)
-    if case.startswith("three blocks together"):
+    if "three blocks together" in case:
         monkeypatch.setattr(parallelize, "TOGETHER_BYTES", 6_200_000)  # 3.2 blocks of Qwen3's, 3.9 of Llama's
 
     def two_steps() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -662,6 +674,26 @@ def test_table_names_the_peak(monkeypatch):
     assert peak.endswith(memory.peak)
     assert f"{memory.total(memory.peak) / 2**20:,.1f} MiB" in peak
     assert all(any(moment in line for line in lines) for moment in memory.moments)
+
+
+def test_inputs_of_blocks_leave_the_device(folders, gpu_kernels, host_memory_apart, monkeypatch):
+    """One is there after a forward, two in the backward pass, and the rest are on the host."""
+    config = read(folders["qwen3-deep"], 1, 1024, 1, monkeypatch=monkeypatch)
+    assert not any("the blocks' inputs" in line for line in memory_lines(config, 1))
+    layers = SHAPES["deep"]["num_hidden_layers"]
+    config.activation_checkpoint.offload = True
+    with fake_world(1):
+        model, row = build(config, 1)
+        _, held, _ = allocated(lambda: model(row, 1.0))
+    memory = memory_bytes(config, 1)
+    parts = memory.moments["log-probabilities' backward"]
+    assert parts["activations"] + parts["kept logits"] + parts["gathered weights"] == pytest.approx(held, rel=0.05)
+    each = memory.inputs_on_host // (layers - 1)
+    assert each > 0
+    one, two = (memory.moments[f"{name} block's backward"]["activations"] for name in ("first", "last"))
+    assert two - one == each
+    line = f"  in each rank's host memory: {(layers - 1) * each / 2**20:,.1f} MiB pinned, the blocks' inputs"
+    assert line in memory_lines(config, 1)
 
 
 def test_the_host_memory_of_checkpoints_written_in_the_background(monkeypatch):

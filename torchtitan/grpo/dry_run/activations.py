@@ -125,12 +125,13 @@ def _experts(args: Any, itemsize: int, compiled: bool, frozen: bool) -> BlockAct
 
 
 def kept_activations(config: JobConfig, block: BlockActivations, layers: int) -> tuple[int, int]:
-    """Bytes that all blocks keep from forward to backward, and bytes that one block recomputes in its backward."""
+    """Bytes that all blocks keep on the device until the backward pass begins, and bytes that one block recomputes in
+    its own."""
     checkpoint = config.activation_checkpoint
     if checkpoint.mode == "none":
         return layers * block.saved, 0
     if checkpoint.mode == "full":
-        return layers * block.input, block.saved - block.input
+        return (1 if checkpoint.offload else layers) * block.input, block.saved - block.input
     if checkpoint.selective_ac_option in ("op", "matmul"):
         each = block.selected if checkpoint.selective_ac_option == "op" else block.matmuls
         return layers * each, block.saved - each

@@ -153,6 +153,8 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
     if memory.checkpoint_copy:
         pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
         lines.append(f"  in each rank's host memory: {mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
+    if memory.inputs_on_host:
+        lines.append(f"  in each rank's host memory: {mib(memory.inputs_on_host)} pinned, the blocks' inputs")
     rollout = config.rollout
     apart = rollout.replicas and not rollout.colocate
     if (

@@ -49,6 +49,7 @@ class Memory:
         kept: Bytes that stay between two steps.
         checkpoint_copy: Bytes of host memory that `[checkpoint] async_mode` takes.
         active: Parameters that a token goes through: of experts those that it chooses.
+        inputs_on_host: Bytes of pinned host memory that `[activation_checkpoint] offload` takes.
     """
 
     parameters: int
@@ -57,6 +58,7 @@ class Memory:
     kept: int = 0
     checkpoint_copy: int = 0
     active: int = 0
+    inputs_on_host: int = 0
 
     def total(self, moment: str) -> int:
         return sum(self.moments[moment].values())
@@ -107,7 +109,8 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
         moments["reference's log-probabilities"] = rank.reference_logprobs()
     kept = sum(rank.always().values())
     active = sum(used(parameter, source.model_args) for parameter in model.parameters())
-    return Memory(rank.parameters, rank.trained or rank.parameters, moments, kept, rank.checkpoint_copy(), active)
+    copy, inputs = rank.checkpoint_copy(), rank.activations.input * (rank.layers - 1) * rank.inputs_leave
+    return Memory(rank.parameters, rank.trained or rank.parameters, moments, kept, copy, active, inputs)
 
 
 class _Rank:
@@ -172,6 +175,7 @@ class _Rank:
             self.activations = block_activations(args, block, *widths, self.compiled, mode, lora, documents)
             rope = model.rope_cache
             self.rope = self.tokens * rope.shape[-1] * (rope.dtype.itemsize if rope.is_complex() else self.computed)
+        self.inputs_leave = config.activation_checkpoint.offload
         self.kept, self.recomputed = kept_activations(config, self.activations, self.layers)
         self.hidden = self.tokens * args.dim * self.computed
         self.last_norm = self.hidden // tensor + self.hidden  # its input, its output where answers are
@@ -221,7 +225,7 @@ class _Rank:
             self.always()
             | (self._all_gradients() if first else self._earlier_gradients())
             | {
-                "activations": self.kept * number // self.layers + self.rope,
+                "activations": self._kept_until(number) + self.rope,
                 "recomputed activations": self.recomputed,
                 "activations' gradients": self.activations.gradients,
                 "gathered weights": self._gathered(self.layers if stay_gathered else gathered),
@@ -277,6 +281,10 @@ class _Rank:
             "logits chunk": self._logits_chunk(backward=False),
             "gathered weights": self._gathered(self.together + self.ahead) - self._gathered(0),
         }
+
+    def _kept_until(self, number: int) -> int:
+        """What is kept of blocks up to this one in its backward pass. With offload, the block before is on its way."""
+        return self.kept * min(number, 2) if self.inputs_leave else self.kept * number // self.layers
 
     def _earlier_gradients(self) -> Parts:
         """Gradients summed over the rows before this one."""

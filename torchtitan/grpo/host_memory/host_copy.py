@@ -1,6 +1,5 @@
 """A copy of a run's state in host memory: training goes on while it is written."""
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchtitan.grpo.host_memory.pinned import CopyStream, local_tensor
+from torchtitan.grpo.host_memory.pinned import CopyStream, local_tensor, page_lock
 
 _ALIGN = 512
 
@@ -88,7 +87,7 @@ class HostCopy:
         self._memory = torch.empty(0, dtype=torch.uint8)  # the old block goes first
         self._memory = torch.empty(starts[-1], dtype=torch.uint8)
         if self._pinned:
-            _pin(self._memory)
+            page_lock(self._memory, 'set [checkpoint] async_mode = "async" or "disabled"')
         block = self._memory.numpy()
         self._targets = [  # each with a storage of its own: torch's writer copies a tensor that is a part of one
             torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=start).view(shape)
@@ -108,14 +107,3 @@ def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
 def _like(tensor: Tensor, local: Tensor) -> Tensor:
     # `DTensor.from_local` would move the shard to the mesh's device.
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
-
-
-def _pin(memory: Tensor) -> None:
-    cudart = torch.cuda.cudart()
-    status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if status:
-        raise MemoryError(
-            f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {status}): set [checkpoint] "
-            'async_mode = "async" or "disabled"'
-        )
-    weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False

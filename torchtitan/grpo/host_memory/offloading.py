@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.config.job_config import Offload
+from torchtitan.grpo.host_memory.block_inputs import BlockInputs
 from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload
 from torchtitan.grpo.host_memory.pinned import CopyStream, PinnedTwin, local_tensor
 
@@ -98,6 +99,7 @@ class Offloading:
         optimizers: torchtitan's container of the model's optimizers.
         reference: The reference model, if there is one.
         link_free: See `OptimizerStateOffload`.
+        inputs: The model's, with `[activation_checkpoint] offload`; for their metrics.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Offloading:
         reference: nn.Module | None,
         device: torch.device,
         link_free: Callable[[], bool],
+        inputs: BlockInputs | None = None,
     ):
         window, on_host = config.offload_optimizer_states_for_logprob, config.optimizer_states == "host"
         hosted = reference is not None and config.reference_weights == "host"
@@ -114,6 +117,7 @@ class Offloading:
         self._window = OptimizerStateOffload(optimizers, device, link_free) if window else None
         self._states = HostOptimizerStates(optimizers, device) if on_host else None
         self._reference = HostedWeights(reference, device) if hosted else None
+        self._inputs = inputs
 
     def settle(self) -> None:
         """Call after a checkpoint was loaded or saved, which leaves everything on the device."""
@@ -150,6 +154,6 @@ class Offloading:
         (self._states or self._optimizers).step()
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of all three classes. Call it once per step, on every rank."""
-        parts = [part.metrics() for part in (self._window, self._states, self._reference) if part]
+        """The metrics of all four classes. Call it once per step, on every rank."""
+        parts = [part.metrics() for part in (self._window, self._states, self._reference, self._inputs) if part]
         return {name: value for part in parts for name, value in part.items()}

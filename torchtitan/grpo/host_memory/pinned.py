@@ -6,6 +6,7 @@ the same code copies at once, and nothing overlaps.
 """
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -205,3 +206,18 @@ def put_together(tensors: Sequence[Tensor], flat_bytes: int = FLAT_BYTES) -> lis
             tensor.set_(flat.untyped_storage(), target.storage_offset(), tensor.shape, tensor.stride())
         storages.append(flat.untyped_storage())
     return storages
+
+
+def page_lock(memory: Tensor, advice: str) -> None:
+    """Pin host memory as it is, for as long as the tensor lives. torch's own pinned memory is rounded up.
+
+    Raises:
+        MemoryError: It cannot be pinned. The message ends with `advice`.
+    """
+    cudart = torch.cuda.cudart()
+    status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if status:
+        raise MemoryError(
+            f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {status}): {advice}"
+        )
+    weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -22,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.grpo.config.batch import ranks_of_a_row, row_tokens
+from torchtitan.grpo.host_memory.block_inputs import BlockInputs
 from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.flash_attention import Attention, choose_attention, flash_attention_2
 from torchtitan.grpo.model.flash_operator import KEPT_BY_SELECTIVE_CHECKPOINTING
@@ -103,6 +105,11 @@ def build_model(
         _apply_checkpointing(model, source, config)
     if compiled:
         source.family.apply_compile(model, config.compile)
+    # torchtitan's own JobConfig, which scripts use, has no such key.
+    if trainable and getattr(config.activation_checkpoint, "offload", False):
+        row = row_tokens(config) // ranks_of_a_row(config) * source.model_args.dim
+        itemsize = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+        model.block_inputs = BlockInputs(model.layers.children(), device, row * itemsize)
     if dims.dp_cp_enabled or config.training.mixed_precision_param != config.training.dtype:
         _apply_fsdp(model, config, dims, device)
     model.to_empty(device=device)

@@ -65,7 +65,8 @@ class Policy:
         self.reference = None
         if config.grpo.kl_coef > 0 and not config.lora.enable:
             self.reference = build_model(source, config, dims, device, trainable=False)
-        self.offload = Offloading(config.offload, self.optimizers, self.reference, device, link_free)
+        inputs = getattr(self.model, "block_inputs", None)
+        self.offload = Offloading(config.offload, self.optimizers, self.reference, device, link_free, inputs)
 
     def keep_reference(self) -> None:
         """From now on the reference is the model as it is."""
