@@ -15,6 +15,7 @@ from torchtitan.grpo.errors import UserError
 NONE = ""
 # What their documentation says they do, which other_trainers.py names.
 TRL = {
+    "activation_offloading": "activation_checkpoint.offload",
     "beta": "grpo.kl_coef",
     "bf16": "training.mixed_precision_param",
     "delta": "grpo.ratio_clip_c",  # the bound on the ratio of negative advantages
@@ -54,6 +55,7 @@ VERL = {
     "adv_estimator": "grpo.advantage_baseline",
     "clip_ratio_c": "grpo.ratio_clip_c",
     "clip_ratio_high": "grpo.ratio_clip_max",
+    "enable_activation_offload": "activation_checkpoint.offload",
     "entropy_coeff": "grpo.entropy_coef",
     "experiment_name": NONE,
     "free_cache_engine": "rollout.sleep_while_training",

@@ -23,6 +23,7 @@ _SERVER_FLAG = ": it is a flag of the servers, see [rollout] server_flags"
 
 NAMES = {
     # TRL and transformers
+    "activation_offloading": "activation_checkpoint.offload",
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
     "adam_epsilon": "optimizer.eps",
@@ -94,6 +95,7 @@ NAMES = {
     "custom_reward_function.name": "reward.functions: module:function",
     "custom_reward_function.path": "reward.functions: module:function",
     "default_local_dir": "job.dump_folder",
+    "enable_activation_offload": "activation_checkpoint.offload",
     "enable_gradient_checkpointing": "activation_checkpoint.mode",
     "entropy_coeff": "grpo.entropy_coef",
     "experiment_name": _WANDB_NAME,

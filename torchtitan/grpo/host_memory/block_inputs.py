@@ -68,7 +68,7 @@ class BlockInputs:
         blocks = list(blocks)
         for block in blocks:
             forward = functools.partial(self._forward, block.forward, block is not blocks[-1])
-            block.forward = forward  # type: ignore[method-assign]
+            block.forward = forward
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call. Waits for copies.
