@@ -179,10 +179,12 @@ def not_offloaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 )
 def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(where, not_offloaded, tmp_path):
     where = OFFLOADED | where | {"--offload.reference_weights": "host"}
+    where |= {"--activation_checkpoint.mode": "full", "--activation_checkpoint.offload": None}
     train(tmp_path / "offloaded", where | {"--training.steps": "2"})
     train(tmp_path / "offloaded", where | {"--checkpoint.resume": None})
     offloaded = steps(tmp_path / "offloaded")
     assert all(line["offload/freed_gib"] > 0 and line["offload/reference_freed_gib"] > 0 for line in offloaded[1:])
+    assert all("offload/activations_exposed_s" in line for line in offloaded)
     for one, other in zip(not_offloaded, offloaded, strict=True):
         for name in ("train/loss", "train/grad_norm", "policy/kl", "policy/entropy", "reward/mean"):
             assert other[name] == one[name], (one["step"], name)

@@ -167,9 +167,10 @@ class ActivationCheckpoint:
     selective_ac_option: str = "matmul"
     """What `selective` keeps: the outputs of attention and of every matrix multiplication (`matmul`), or of every
     second one (`op`). A number n keeps everything, except in each n-th block, which keeps its input only."""
-    offload: Annotated[bool, Needs("activation_checkpoint.mode", "full", why="which keeps inputs of blocks alone")] = (
-        False
-    )
+    offload: Annotated[
+        bool,
+        Needs("activation_checkpoint.mode", "full", why='it moves the inputs of blocks, all that "full" keeps'),
+    ] = False
     """Keep the inputs of blocks in pinned host memory from the forward to the backward pass, all but two. Longer rows
     fit, with bitwise the same results."""
 
