@@ -1,5 +1,9 @@
 """What `torchtitan_overlay` prepares before upstream's modules are imported."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import torch
 
 import torchtitan_overlay
@@ -22,3 +26,35 @@ def test_upstreams_attention_is_compiled_when_it_is_called(monkeypatch):
     assert compiled == []
     assert [function(3, by=2), function(4, by=2)] == [-6, -8]
     assert compiled == [{"mode": "reduce-overhead"}], "once"
+
+
+def test_transformers_finds_the_same_exports_when_it_reads_its_folders_once(monkeypatch):
+    name = "transformers.utils.import_utils"
+
+    def made_again():
+        spec = importlib.util.find_spec(name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    import transformers  # its own has been found
+
+    monkeypatch.delitem(sys.modules, name)
+    others = [finder for finder in sys.meta_path if not isinstance(finder, torchtitan_overlay._TransformersReadOnce)]
+    monkeypatch.setattr(sys, "meta_path", list(others))
+    plain = made_again()
+    sys.meta_path.insert(0, torchtitan_overlay._TransformersReadOnce())
+    quick = made_again()
+    assert sys.meta_path == others, "it has done its work"
+    models = Path(transformers.__file__).parent / "models"
+    assert quick.define_import_structure(models, "models") == plain.define_import_structure(models, "models")
+    misses = quick.create_import_structure_from_path.cache_info().misses
+    assert quick.define_import_structure(str(models)) == plain.define_import_structure(str(models))
+    assert quick.create_import_structure_from_path.cache_info().misses == misses + 1, "each folder was read again"
+    for text in (
+        "",
+        "x = 1\n",
+        '__all__ = ["A", "B"]\n',
+        'x = "__all__"\n\n__all__ = [\n    "A",\n    "B",\n]\ny = 1\n',
+    ):
+        assert quick.fetch__all__(text) == plain.fetch__all__(text)
