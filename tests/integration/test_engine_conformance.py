@@ -448,14 +448,14 @@ def test_another_run_is_refused_while_the_first_lives(served: Served, monkeypatc
 def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(served: Served, tmp_path):
     flags = {
         "--model.hf_assets_path": str(served.folders["A"]),
-        "--data.source_args": '{"max": 9}',
-        "--sft.steps": "60",
+        "--data.source_args": '{"max": 6}',
+        "--sft.steps": "15",
         "--sft.batch_size": "32",
         "--grpo.prompts_per_step": "32",
         "--grpo.group_size": "8",
-        "--training.steps": "24",
-        "--lr_scheduler.total_steps": "40",
-        "--optimizer.lr": "7e-4",
+        "--training.steps": "12",
+        "--lr_scheduler.total_steps": "20",
+        "--optimizer.lr": "2e-3",
     }
     if served.engine == "sglang":  # it goes by the name of the weights: those of this process, which lives
         requests.post(
@@ -463,17 +463,18 @@ def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(serv
         ).raise_for_status()
     lines = train(tmp_path, flags | {"--rollout.engine": served.engine, "--rollout.urls": served.url})
     assert all(line["policy/mismatch_abs"] <= EXACT for line in lines)
-    assert [line["sync/version"] for line in lines] == list(range(1, 25))
+    assert [line["sync/version"] for line in lines] == list(range(1, 13))
     rewards = [line["reward/mean"] for line in lines]
-    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.1
+    print(f"{served.engine}: rewards {rewards}")
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
     if served.engine != "embedded":
-        flags |= {"--training.steps": "27", "--checkpoint.resume": None}
+        flags |= {"--training.steps": "15", "--checkpoint.resume": None}
         with embedded_server(served.folders["A"], tmp_path / "embedded.log") as url:
-            resumed = train(tmp_path, flags | {"--rollout.urls": url})[24:]
-        assert [line["step"] for line in resumed] == [25, 26, 27]
+            resumed = train(tmp_path, flags | {"--rollout.urls": url})[12:]
+        assert [line["step"] for line in resumed] == [13, 14, 15]
         assert all(line["policy/mismatch_abs"] <= EXACT for line in resumed)
-        assert sum(line["reward/mean"] for line in resumed) / 3 > sum(rewards[:8]) / 8 + 0.1
+        assert sum(line["reward/mean"] for line in resumed) / 3 > sum(rewards[:4]) / 4 + 0.1
 
 
 def test_a_server_that_was_killed_is_started_again_and_catches_up(served: Served):
