@@ -3,7 +3,6 @@
 import functools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,84 +71,107 @@ WAY = {
 }
 
 
-def run(folder: str, ranks: int, out: Path, *ways: dict[str, Any]) -> torch.Tensor:
-    """[ways, 3 steps, (loss, gradient norm)] of `ranks` gloo ranks that train in each of these ways, one by one."""
-    worker = ROOT / "tests" / "helpers" / "parallel_worker.py"
-    words = json.dumps([WAY | way for way in ways])
-    Ranks(ranks, worker, folder, out, words, log=out.with_suffix(".log"), cwd=out.parent).check()
-    return torch.tensor(json.loads(out.read_text()))
+def reduced_once(tp: int, replicas: int) -> list[dict[str, Any]]:
+    """In rows of 32 tokens: several for each rank."""
+    way = {"tp": tp, "replicas": replicas, "row_tokens": 32}
+    return [way | {"reduce_once": once, "together": together} for once, together in ((False, 1), (True, 2), (True, 3))]
+
+
+SHARDED = [{"tp": 1, "together": together} for together in (1, 2, 3)] + [{"tp": 2}, {"cp": 2}]
+MIXED = [{"tp": 2, "checkpointing": kind, "together": 2 if kind == "full" else 1} for kind in ("full", "selective")]
+MIXED += [{"tp": tp, "replicas": 2} for tp in (1, 2)]
+MIXED += [{"cp": 4}, {"cp": 2, "checkpointing": "selective"}, {"cp": 2, "replicas": 2, "checkpointing": "full"}]
+OFFLOADED = [(way, way | {"offload": True}) for way in (MIXED[0], MIXED[-1])]
+MIXED += [offloaded for _, offloaded in OFFLOADED]
+OF_EXPERTS = [{}, {"ep": 2, "checkpointing": "selective"}, {"ep": 4, "reduce_once": True}]
+OF_EXPERTS += [{"ep": 2, "checkpointing": "full", "offload": True}]
+OF_EXPERTS = [way | {"row_tokens": 32} for way in OF_EXPERTS]
+TP_BFLOAT16 = {"tp": 2, "computed": "bfloat16"}
+BFLOAT16 = [{"row_tokens": 32, "computed": "bfloat16", "reduce_once": once} for once in (False, True)]
+ONCE = {
+    "sharded": (2, reduced_once(tp=1, replicas=1)),
+    "replicated": (2, reduced_once(tp=1, replicas=2)),
+    "replicas of shards": (4, reduced_once(tp=1, replicas=2)),
+    "tensor parallel": (4, reduced_once(tp=2, replicas=1)),
+}
+WAYS: dict[tuple[str, int], list[dict[str, Any]]] = {
+    ("qwen3-tied", 1): [{}, {"row_tokens": 32}, {"computed": "bfloat16"}],
+    ("qwen3-tied", 2): [*SHARDED, TP_BFLOAT16, *(way for ranks, ways in ONCE.values() if ranks == 2 for way in ways)],
+    ("qwen3-tied", 4): [*MIXED, *(way for ranks, ways in ONCE.values() if ranks == 4 for way in ways)],
+    ("llama-tied", 1): [{}],
+    ("llama-tied", 2): SHARDED,
+    ("qwen2-untied", 1): [{}, *BFLOAT16],
+    ("qwen2-untied", 2): SHARDED,
+    ("qwen3_moe-untied", 1): [{}],
+    ("qwen3_moe-untied", 4): OF_EXPERTS,
+}
+"""Of a model on so many ranks. These train in each way, one after the other: DTensor's first step on a mesh takes
+longer than all others."""
 
 
 @pytest.fixture(scope="module")
-def alone(folders, tmp_path_factory) -> Callable[..., torch.Tensor]:
-    """What one process gives, run once for each model and way."""
+def trained(folders, tmp_path_factory) -> Callable[..., torch.Tensor]:
+    """[3 steps, (loss, gradient norm)] of `ranks` gloo ranks that train a model in this way."""
+    worker = ROOT / "tests" / "helpers" / "parallel_worker.py"
 
     @functools.cache
-    def result(model: str, **way: Any) -> torch.Tensor:
-        return run(folders[model], 1, tmp_path_factory.mktemp("alone") / "1", way)[0]
+    def run(model: str, ranks: int) -> torch.Tensor:
+        folder = tmp_path_factory.mktemp(f"{model}-{ranks}")
+        words = json.dumps([WAY | way for way in WAYS[model, ranks]])
+        Ranks(ranks, worker, folders[model], folder / "out", words, log=folder / "log", cwd=folder).check()
+        return torch.tensor(json.loads((folder / "out").read_text()))
 
-    return result
-
-
-@pytest.mark.parametrize("model", ["qwen3-tied", "llama-tied", "qwen2-untied"])
-def test_sharded_training_equals_one_process(folders, alone, model, tmp_path):
-    alone = alone(model)
-    assert (alone[0] - alone[2]).abs().max() > 1e-3  # the weights do move
-    ways = [{"tp": 1, "together": together} for together in (1, 2, 3)] + [{"tp": 2}, {"cp": 2}]
-    for way, sharded in zip(ways, run(folders[model], 2, tmp_path / "2", *ways), strict=True):
-        torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
+    return lambda model, ranks, way: run(model, ranks)[WAYS[model, ranks].index(way)]
 
 
-def test_experts_on_four_ranks_equal_one_process(folders, alone, tmp_path):
-    """Sharded by FSDP2 alone, two ranks with the same half of the experts, and each rank with a quarter of them."""
-    way = {"row_tokens": 32}
-    ways = [way, way | {"ep": 2, "checkpointing": "selective"}, way | {"ep": 4, "reduce_once": True}]
-    ways += [way | {"ep": 2, "checkpointing": "full", "offload": True}]
-    alone = alone("qwen3_moe-untied")
-    assert (alone[0] - alone[2]).abs().max() > 1e-3
-    for way, found in zip(ways, run(folders["qwen3_moe-untied"], 4, tmp_path / "4", *ways), strict=True):
+def assert_equal(trained: Callable[..., torch.Tensor], model: str, ranks: int, ways: list[dict[str, Any]]) -> None:
+    """Each way gives what one process gives."""
+    alone = trained(model, 1, {})
+    for way in ways:
+        found = trained(model, ranks, way)
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
-def test_four_ranks_equal_one_process(folders, alone, tmp_path):
+@pytest.mark.parametrize("model", ["qwen3-tied", "llama-tied", "qwen2-untied"])
+def test_sharded_training_equals_one_process(trained, model):
+    alone = trained(model, 1, {})
+    assert (alone[0] - alone[2]).abs().max() > 1e-3  # the weights do move
+    assert_equal(trained, model, 2, SHARDED)
+
+
+def test_experts_on_four_ranks_equal_one_process(trained):
+    """Sharded by FSDP2 alone, two ranks with the same half of the experts, and each rank with a quarter of them."""
+    alone = trained("qwen3_moe-untied", 1, {})
+    assert (alone[0] - alone[2]).abs().max() > 1e-3
+    assert_equal(trained, "qwen3_moe-untied", 4, OF_EXPERTS)
+
+
+def test_four_ranks_equal_one_process(trained):
     """FSDP2 with TP and with CP, checkpointing, replicas of shards, of tensor-parallel and of context-parallel ranks.
 
     Four context-parallel ranks have two key/value heads, documents longer than a part, and parts without an answer.
     Block inputs on the host change no bit.
     """
-    ways = [{"tp": 2, "checkpointing": kind, "together": 2 if kind == "full" else 1} for kind in ("full", "selective")]
-    ways += [{"tp": tp, "replicas": 2} for tp in (1, 2)]
-    ways += [{"cp": 4}, {"cp": 2, "checkpointing": "selective"}, {"cp": 2, "replicas": 2, "checkpointing": "full"}]
-    ways += [way | {"offload": True} for way in (ways[0], ways[-1])]
-    every = run(folders["qwen3-tied"], 4, tmp_path / "4", *ways)
-    for way, found in zip(ways, every, strict=True):
-        torch.testing.assert_close(found, alone("qwen3-tied"), atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
-    assert torch.equal(every[-2:], every[[0, -3]])
+    assert_equal(trained, "qwen3-tied", 4, MIXED)
+    for way, offloaded in OFFLOADED:
+        assert torch.equal(trained("qwen3-tied", 4, offloaded), trained("qwen3-tied", 4, way))
 
 
-def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(folders, alone, tmp_path):
-    [parallel] = run(folders["qwen3-tied"], 2, tmp_path / "2", {"tp": 2, "computed": "bfloat16"})
-    torch.testing.assert_close(parallel, alone("qwen3-tied", computed="bfloat16"), atol=2e-3, rtol=2e-2)
+def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(trained):
+    parallel, alone = trained("qwen3-tied", 2, TP_BFLOAT16), trained("qwen3-tied", 1, {"computed": "bfloat16"})
+    torch.testing.assert_close(parallel, alone, atol=2e-3, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tp", "replicas"),
-    [(2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 2, 1)],
-    ids=["sharded", "replicated", "replicas of shards", "tensor parallel"],
-)
-def test_gradients_that_are_reduced_once_a_step_are_the_same(folders, alone, ranks, tp, replicas, tmp_path):
-    """In rows of 32 tokens: several for each rank. Replicated: pure data parallelism, with nothing sharded."""
-    split = alone("qwen3-tied", row_tokens=32)
-    alone = alone("qwen3-tied")
+@pytest.mark.parametrize("name", ONCE)
+def test_gradients_that_are_reduced_once_a_step_are_the_same(trained, name):
+    """Replicated: pure data parallelism, with nothing sharded."""
+    split, alone = trained("qwen3-tied", 1, {"row_tokens": 32}), trained("qwen3-tied", 1, {})
     torch.testing.assert_close(split, alone, atol=1e-5, rtol=0)
-    way = {"tp": tp, "replicas": replicas, "row_tokens": 32}
-    ways = [way | {"reduce_once": once, "together": together} for once, together in ((False, 1), (True, 2), (True, 3))]
-    for way, found in zip(ways, run(folders["qwen3-tied"], ranks, tmp_path / "2", *ways), strict=True):
-        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
+    assert_equal(trained, "qwen3-tied", *ONCE[name])
 
 
-def test_bfloat16_gradients_that_are_reduced_once_are_summed_in_float32(alone):
+def test_bfloat16_gradients_that_are_reduced_once_are_summed_in_float32(trained):
     """As those of single rows are. A tied weight would have two gradients in each row: torch 2.15 adds even these in
     float32 if they are reduced once, and in bfloat16 by row."""
-    by_row, once = (alone("qwen2-untied", row_tokens=32, computed="bfloat16", reduce_once=o) for o in (False, True))
+    by_row, once = (trained("qwen2-untied", 1, way) for way in BFLOAT16)
     torch.testing.assert_close(once, by_row, atol=1e-6, rtol=0)
