@@ -7,7 +7,6 @@ Plain functions run one after another. Coroutines then run all at the same time,
 of safe functions (`functions.is_safe`) go back in one message, since a message takes longer than such a score.
 """
 
-import asyncio
 import contextlib
 import fcntl
 import functools
@@ -92,7 +91,8 @@ def serve(connection: Connection, life: int, names: list[str], pattern: str, tim
     except UserError as error:
         connection.send(str(error))
         return
-    loop = asyncio.Runner()  # the same for all calls: clients of web services belong to the loop of their first use
+    if any(function.is_async for function in functions):
+        _loop()
     with contextlib.suppress(EOFError, ConnectionError):
         connection.send("")
         while True:
@@ -110,7 +110,7 @@ def serve(connection: Connection, life: int, names: list[str], pattern: str, tim
             if computed:
                 connection.send(computed)
             if awaited:
-                loop.run(_all(awaited))
+                _loop().run(_all(awaited))
 
 
 def _end_with(life: int) -> None:
@@ -162,7 +162,20 @@ def _survive_full_disk() -> None:
             setattr(sys, name, io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True))
 
 
+@functools.cache
+def _loop() -> Any:
+    """The same for all calls: clients of web services belong to the loop of their first use.
+
+    A worker without coroutines does not import asyncio, which is a third of its start.
+    """
+    import asyncio
+
+    return asyncio.Runner()
+
+
 async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
+    import asyncio
+
     await asyncio.gather(*coroutines)
 
 
@@ -204,6 +217,8 @@ class Function:
             return self._failed(error, call)
 
     async def scores_async(self, call: Call) -> list[Score]:
+        import asyncio
+
         limit = asyncio.timeout(self._timeout_s * len(call.texts))
         try:
             async with limit:
