@@ -74,7 +74,7 @@ def test_a_lost_nccl_peer_ends_the_run_in_bounded_time(number, tmp_path):
     on_gpu = "--device", "cuda:1", "--dtype", "bfloat16"
     with (
         serve_embedded(tmp_path, TINY_QWEN3, *on_gpu) as server,  # nobody starts it again
-        endless(tmp_path / "run", flags | {"--rollout.urls": server.url}, torchrun=True) as run,
+        endless(tmp_path / "run", flags | {"--rollout.urls": server.url}, launcher="torchrun") as run,
     ):
         os.kill(server.process.pid, number)
         started = time.monotonic()
@@ -86,7 +86,7 @@ def test_a_lost_nccl_peer_ends_the_run_in_bounded_time(number, tmp_path):
 @TWO_GPUS
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_two_gpus_leave_nothing_when_told_to_stop(number, tmp_path):
-    with endless(tmp_path / "run", BF16, ranks=2, torchrun=True) as run:
+    with endless(tmp_path / "run", BF16, ranks=2, launcher="torchrun") as run:
         started = time.monotonic()
         run.process.send_signal(number)
         assert run.process.wait(GRACE_S - 5) != 0  # nobody had to be ended by force

@@ -1,8 +1,8 @@
 """torchrun's agent whose ranks are forked: `forked_torchrun.py [torchrun's flags] SCRIPT [arguments ...]`.
 
 The rendezvous, the watch over the ranks and the handling of signals are torchrun's. Only the imports are spared: the
-process that runs this file has them. With FORKED_SERVERS in its environment a rank forks so many of its servers, see
-`forked_servers`.
+process that runs this file has them. With FORKED_SERVERS in its environment, or FORKED_SERVERS_OF_RANKS where this
+process itself is forked, a rank forks so many of its servers, see `forked_servers`. It has the command line of a rank.
 """
 
 import os
@@ -18,11 +18,11 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 def rank(script: str, arguments: list[str]) -> None:
     """One rank. The agent wants a function that returns, or an exception; grpo_train.py ends by `os._exit`."""
-    sys.argv = [script, *arguments]
-    if count := int(os.environ.get("FORKED_SERVERS", 0)):
-        from tests.helpers import forked_servers
+    from tests.helpers import forked_servers
 
-        forked_servers.prepare(count)
+    sys.argv = [script, *arguments]
+    forked_servers.rename([sys.executable, "-u", *sys.argv])
+    forked_servers.prepare(int(os.environ.get("FORKED_SERVERS_OF_RANKS") or os.environ.get("FORKED_SERVERS", 0)))
     leave, os._exit = os._exit, sys.exit
     try:
         runpy.run_path(script, run_name="__main__")

@@ -28,9 +28,13 @@ SMALL = {
     "--validation.freq": "100",
     # No step is without advantages, though the model has learned nothing.
     "--reward.functions": "exact_match,tests.helpers.rewards:varied",
+    "--reward.workers": "1",
     "--metrics.no-enable_tensorboard": None,
 }
-UNHURRIED = {"--reward.functions": f"{SMALL['--reward.functions']},tests.helpers.rewards:unhurried"}
+UNHURRIED = {
+    "--reward.functions": f"{SMALL['--reward.functions']},tests.helpers.rewards:unhurried",
+    "--reward.workers": "2",
+}
 """Of a run in which a test waits for something else: a step then takes half a second and little of the cores."""
 ENDLESS = {"--training.steps": "100000", "--sft.steps": "1"} | UNHURRIED
 BACKGROUND = {"--async_grpo.enabled": None, "--weight_sync.async_weight_update": None}
@@ -107,18 +111,26 @@ def attempt(
 class EndlessRun:
     """A run that goes on until it is stopped: its process (torchrun's, or the ranks'), its folder and its log.
 
-    Without torchrun its servers are forked: see `forked_servers`.
+    Args:
+        launcher: "torchrun" starts everything as users do. "agent" is torchrun's agent with ranks that are forked, see
+            `forked_torchrun`; "ranks" does without. Servers of both are forked: see `forked_servers`.
     """
 
-    def __init__(self, folder: Path, flags: dict[str, str | None], ranks: int, torchrun: bool) -> None:
+    def __init__(self, folder: Path, flags: dict[str, str | None], ranks: int, launcher: str) -> None:
         self.folder = folder
         self.log_path = folder.parent / "log.txt"
         own = arguments(folder, ENDLESS | flags)
         self.process: ProcessGroup | Ranks
-        if torchrun:
+        forks = {} if "--rollout.urls" in flags else {"FORKED_SERVERS": "4"}
+        if launcher == "torchrun":
             self.process = ProcessGroup(command(folder, ENDLESS | flags, ranks), self.log_path, environment())
+        elif launcher == "agent":
+            agent, words = ROOT / "tests" / "helpers" / "forked_torchrun.py", ["--nproc-per-node", ranks]
+            environ = environment() | {f"{name}_OF_RANKS": count for name, count in forks.items()}
+            words += [ROOT / "grpo_train.py", *own]
+            self.process = Ranks(1, agent, *words, log=self.log_path, environment=environ, found=False)
         else:
-            environ = environment() | ({} if "--rollout.urls" in flags else {"FORKED_SERVERS": "4"})
+            environ = environment() | forks
             self.process = Ranks(ranks, ROOT / "grpo_train.py", *own, log=self.log_path, environment=environ)
 
     @property
@@ -141,10 +153,10 @@ class EndlessRun:
 
 @contextmanager
 def endless(
-    folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1, torchrun: bool = False
+    folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1, launcher: str = "ranks"
 ) -> Iterator[EndlessRun]:
-    """A run that is in its loop."""
-    run = EndlessRun(folder, flags or {}, ranks, torchrun)
+    """A run that is in its loop. `launcher`: see `EndlessRun`."""
+    run = EndlessRun(folder, flags or {}, ranks, launcher)
     try:
         run.wait_for("the first step", lambda: steps(folder))
         yield run

@@ -34,6 +34,7 @@ FLAGS = BACKGROUND | {
     "--grpo.prompts_per_step": "8",
     "--grpo.group_size": "2",
     "--reward.functions": "exact_match,paced:paced",
+    "--reward.workers": "2",
 }
 
 

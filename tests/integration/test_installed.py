@@ -98,7 +98,7 @@ def test_torchrun_plans_a_run_from_any_folder(site: Path, tmp_path: Path) -> Non
 def test_an_installed_run_trains(site: Path, tmp_path: Path) -> None:
     """With an embedded server and reward workers of its own, which are processes that start anew."""
     flags = SMALL | QUICKSTART | {"--job.dump_folder": str(tmp_path / "run"), "--training.steps": "1"}
-    flags |= {"--reward.functions": "exact_match"}  # the tests are not installed
+    flags |= {"--reward.functions": "exact_match", "--reward.workers": "2"}  # the tests are not installed
     done = python(site, tmp_path, *torchrun(), site / "grpo_train.py", *words(flags))
     assert done.returncode == 0, done.stderr[-4000:]
     [step] = steps(tmp_path / "run")

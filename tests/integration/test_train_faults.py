@@ -28,6 +28,7 @@ from tests.helpers.trainer_runs import (
     endless,
     environment,
     forked_server,
+    processes_of,
     servers_of,
     steps,
     train,
@@ -48,9 +49,11 @@ def run_and_server(folder: Path, flags: dict[str, str | None], ranks: int = 1) -
         yield run, server
 
 
-@pytest.mark.parametrize(("mode", "number"), [(SYNC, signal.SIGHUP), (BACKGROUND, signal.SIGINT)])
-def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
-    with endless(tmp_path / "run", mode, torchrun=True) as run:
+@pytest.mark.parametrize(
+    ("mode", "number", "launcher"), [(SYNC, signal.SIGHUP, "agent"), (BACKGROUND, signal.SIGINT, "torchrun")]
+)
+def test_a_stopped_run_leaves_nothing_behind(mode, number, launcher, tmp_path):
+    with endless(tmp_path / "run", mode, launcher=launcher) as run:
         (server,) = servers_of(run.folder)
         if mode:
             os.kill(server, signal.SIGSTOP)
@@ -104,7 +107,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_although_rank_0_waits_for_an
 
 
 def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path):
-    with endless(tmp_path / "run", BACKGROUND, torchrun=True) as run:
+    with endless(tmp_path / "run", BACKGROUND, launcher="agent") as run:
+        (server,) = servers_of(run.folder)
+        assert len(set(processes_of(run.folder)) - {server}) >= 2, "its guard, and a rank"
         run.process.send_signal(signal.SIGKILL)
         run.process.wait(30)
         run.wait_until_gone(30)
@@ -182,6 +187,7 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_pat
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags = mode | {"--reward.functions": "judges:hangs,judges:judge", "--reward.timeout_seconds": "1.0"}
+    flags |= {"--reward.workers": "2"}
     flags |= {"--training.steps": "100", "--metrics.samples_per_step": "1000", "--rollout.urls": embedded_url()}
     flags |= {"--rollout.request_timeout_seconds": "6", "--rollout.group_timeout_seconds": "6"}
     status, said = attempt(tmp_path / "run", flags, ranks=2)
