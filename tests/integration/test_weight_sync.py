@@ -237,7 +237,7 @@ def test_a_straggler_is_dropped_fed_alone_and_comes_back(tmp_path, receivers):
     slow, quick = receivers.start("--fault", "sleep", "4", "5"), receivers.start()
     sync = SYNC | {"async_weight_update": True, "straggler_seconds": 0.5}
     # The slow one must be in the push of version 4: it is the first of the loop.
-    acts = [["publish", 3], ["loop", 4, 7.0, 0.1]]
+    acts = [["publish", 3], ["loop", 4, 7.0, 0.25]]
     seen = Trainer(tmp_path, 2, folder=str(folder), urls=[slow, quick], sync=sync, acts=acts).records()
     events, loop = seen[0]["events"], seen[0]["acts"][1]
     assert_only_whole_versions(
@@ -271,7 +271,7 @@ def test_random_delays_kills_restarts_and_flips(tmp_path, receivers):
     urls = [receivers.start("--jitter-s", jitter) for jitter in ("0", "0.02", "0.15")]
     sync = SYNC | {"async_weight_update": True, "straggler_seconds": 0.5, "timeout_seconds": 6.0}
     stop = tmp_path / "stop"
-    acts = [["soak", 1, str(stop), 0.02, 0.03]]
+    acts = [["soak", 1, str(stop), 0.1, 0.03]]
     trainer = Trainer(tmp_path, 2, folder=str(folder), urls=urls, sync=sync, acts=acts, min_servers=0)
 
     def wait_until_taken(versions: int) -> None:
