@@ -29,6 +29,7 @@ class Fleet:
     Args:
         only: Kinds of faults whose names begin so; all if there are none.
         faults: After how many no further one begins. Two may begin at once.
+        reward_workers: One has steps of half a second in place of a quarter, see `rewards.PACE_S`.
         gpu: Where vLLM or SGLang serves; "" for the CPU.
         transport: `[weight_sync] transport`. NCCL joins no two processes on one GPU.
 
@@ -50,6 +51,7 @@ class Fleet:
     transport: str = "auto"
     faults: int | None = None
     pause_s: tuple[float, float] = (0.5, 2.0)
+    reward_workers: int = 2
     wrong: list[str] = field(default_factory=list)
     injections: list[Injection] = field(default_factory=list)
 
@@ -64,7 +66,7 @@ class Fleet:
         with ExitStack() as stack:
             members = start_members(stack, self.engine, self.servers, self.folder, gpu=self.gpu)
             flags = FLAGS | {"--rollout.engine": self.engine, "--rollout.urls": ",".join(m.url for m in members)}
-            flags |= {"--weight_sync.transport": self.transport}
+            flags |= {"--weight_sync.transport": self.transport, "--reward.workers": str(self.reward_workers)}
             trainer = stack.enter_context(Trainer(self.folder / "run", flags, self.folder / "scratch"))
             self.watch = watch = Watch(trainer)
             stack.callback(watch.end)

@@ -181,8 +181,8 @@ def spoiled(name: str, draw: random.Random) -> Fault:
 class Garbage(Fleet):
     """A trainer with a good server and one whose replies are spoiled, each kind `rounds` times."""
 
-    def __init__(self, folder: Path, seed: int, rounds: int = 1) -> None:
-        super().__init__(folder, "embedded", 2, SECONDS, seed, faults=rounds * len(KINDS))
+    def __init__(self, folder: Path, seed: int, rounds: int = 1, **how: Any) -> None:
+        super().__init__(folder, "embedded", 2, SECONDS, seed, faults=rounds * len(KINDS), **how)
         self.pause_s = (0.0, 0.3)  # a spoiled reply leaves nothing to recover from
         draw = random.Random(seed)
         self.kinds = [Kind(name, spoiled(name, draw), NAMED_S, (0.0, 0.0), by_proxy=True) for name in KINDS]

@@ -40,7 +40,7 @@ def test_a_rollout_process_that_is_killed_costs_no_step_and_no_prompt(tmp_path):
 
 
 def test_servers_that_die_hang_and_lie_delay_nothing_for_long(tmp_path):
-    fleet = Fleet(tmp_path, "embedded", servers=3, seconds=240.0, seed=0, faults=6)
+    fleet = Fleet(tmp_path, "embedded", servers=3, seconds=240.0, seed=0, faults=6, reward_workers=1)
     fleet.run()
     assert not fleet.wrong, "\n".join(fleet.wrong)
     assert len(fleet.injections) >= 6
@@ -48,7 +48,7 @@ def test_servers_that_die_hang_and_lie_delay_nothing_for_long(tmp_path):
 
 
 def test_nonsense_from_one_server_is_named_asked_again_and_never_trained_on(tmp_path):
-    garbage = Garbage(tmp_path, seed=0)
+    garbage = Garbage(tmp_path, seed=0, reward_workers=1)
     garbage.run()
     assert not garbage.wrong, "\n".join(garbage.wrong)
     assert sorted(injection.kind.name for injection in garbage.injections) == sorted(KINDS)
