@@ -112,7 +112,7 @@ def rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor, eps: float
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_out_of_sight() -> Iterator[None]:
-    """Of the garbage collector, which `allocated` runs: half a million objects of torch take it 0.3 s each time."""
+    """Of the garbage collector: half a million objects of torch take it 0.3 s each time."""
     gc.collect()
     gc.freeze()
     yield
@@ -208,10 +208,20 @@ def build(config: JobConfig, world: int, trainable: bool = True) -> tuple[torch.
     return model, microbatches(samples, config.training.seq_len, 1, tensor * context)[0][0]
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """What an earlier test left must not be freed meanwhile."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def allocated(function: Callable[[], Any]) -> tuple[Any, int, int]:
     """What `function` returns, and the bytes that the CPU allocator gave it: left at its end, and at the peak."""
-    gc.collect()  # what an earlier test left must not be freed meanwhile
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with uncollected(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
