@@ -15,7 +15,7 @@ from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
 CALCULATOR = {
     "--job.config_file": "train_configs/calculator.toml",
     "--training.steps": "2",
-    "--sft.steps": "60",
+    "--sft.steps": "40",
     "--metrics.samples_per_step": "1000",
     "--data.source_args": '{"operators": ["*"], "max": 99, "size": 500}',
 }
