@@ -60,7 +60,7 @@ pytestmark = pytest.mark.vllm
 
 PROMPT = [5 + i % 400 for i in range(300)]
 """Longer than two blocks of vLLM's cache (128 tokens on CPU): a request that shares it would find them there."""
-LONG = SamplingParams(n=3, temperature=1.0, max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(n=3, temperature=1.0, max_tokens=280, ignore_eos=True)
 """Without a seed: vLLM's CPU build (0.32) ends when it computes a seeded request again in more than one pass."""
 TOLERANCE = float(os.environ.get("SERVER_TOLERANCE", "1e-4"))
 DIFFERENT = 0.1
@@ -407,7 +407,7 @@ def test_the_salt_is_what_keeps_old_blocks_out(served: Served):
 
 def test_our_count_is_vllms(served: Served):
     """What the plug-in gives to vLLM before 0.32, beside what 0.32 reports, in the same replies."""
-    bodies = [{"n": 3, "max_tokens": 600}, {"n": 1, "max_tokens": 550}, {"n": 4, "max_tokens": 450}]
+    bodies = [{"n": 3, "max_tokens": 420}, {"n": 1, "max_tokens": 390}, {"n": 4, "max_tokens": 320}]
     most_spans = 0
     for wait_s in (served.answer_s / parts for parts in (6, 12, 24, 48)):  # see `ask_across`
         served.publish("A")
