@@ -6,6 +6,7 @@ inside `torchtitan.grpo` could prevent it, because importing that package runs u
 
 Here upstream's modules and `torchtitan.grpo` are found as before, and that file does not run. The first import of an
 upstream module prepares it for this machine. If upstream's package was imported earlier, it is left as it is.
+transformers, imported later, reads its folders once.
 
 `grpo_train`, the embedded server, reward workers and vLLM's entry point start with this module. In a checkout
 `torchtitan/__init__.py` does too.
