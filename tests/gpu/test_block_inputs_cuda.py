@@ -70,6 +70,7 @@ def build(folder, kind: str = "eager") -> tuple[nn.Module, list[nn.Parameter]]:
         seq_len=2048,
         tokens_per_microbatch=TOKENS,
         kept_logits_mib=1,
+        logits_dtype="float32",
         flash_attention="FA2",
     )
     config.activation_checkpoint.mode = "full"
