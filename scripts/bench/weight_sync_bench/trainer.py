@@ -69,6 +69,7 @@ def build(source: ModelSource, ranks: Ranks, param_dtype: str) -> torch.nn.Modul
     config.training.dtype = param_dtype
     # Keys of this project, which torchtitan's own JobConfig lacks.
     config.training.kept_logits_mib = 0
+    config.training.logits_dtype = "float32"
     config.training.flash_attention = "auto"
     config.training.mixed_precision_param = "bfloat16" if ranks.device.type == "cuda" else "float32"
     config.activation_checkpoint.mode = "none"
