@@ -54,6 +54,24 @@ def test_an_outage_is_waited_for_whatever_share_of_failures_is_allowed(limit: fl
     assert run.outage.take() == []
 
 
+@pytest.mark.parametrize("outage", [True, False])
+def test_groups_that_fail_when_a_step_ends_count_in_the_next_one_unless_an_outage_begins_with_them(outage) -> None:
+    run = Run()
+    run.works()
+    run.fails()
+    run.works()
+    for _ in range(3):
+        run.fails()
+    assert [group[0].prompt.index for group in run.outage.take()] == [2]
+    if outage:
+        assert [run.fails() for _ in range(2)][-1] > 0 and run.outage.is_on
+        assert run.outage.take() == []
+    else:
+        run.works()
+        assert [group[0].prompt.index for group in run.outage.take()] == [4, 5, 6]
+    assert run.outage.take() == []
+
+
 def test_a_group_that_failed_earlier_in_the_step_does_not_make_an_outage_end_the_run() -> None:
     run = Run()
     run.works()
