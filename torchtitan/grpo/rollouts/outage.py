@@ -100,8 +100,8 @@ class Outage:
         return [sample for sample in group if sample.reward is not None or number >= self._excused]
 
     def take(self) -> list[Group]:
-        """A step ends: its failed groups that count. Those in a row at its end count in the next step, if groups have had
-        rewards: an outage may begin with them."""
+        """A step ends: its failed groups that count. Those in a row at its end count in the next step, if any had
+        rewards before: an outage may begin with them."""
         row = len(self._row) if self.has_worked and not self.is_on else 0
         first = max(0, len(self._counted) - row)
         taken, self._counted, self._worked_in_step = self._counted[:first], self._counted[first:], False
