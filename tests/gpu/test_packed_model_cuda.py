@@ -114,6 +114,17 @@ def expected(folder, batch: list[PackedSample]) -> list[torch.Tensor]:
     return result
 
 
+def assert_learns(model: torch.nn.Module, row: Microbatch, logprobs: torch.Tensor) -> None:
+    """Three steps make the row's answers likelier than these log-probabilities of it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = logprobs.sum().item()
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-model(row, 1.0)[0].sum()).backward()
+        optimizer.step()
+    assert model(row, 1.0)[0].sum().item() > before + 10
+
+
 @pytest.mark.parametrize(
     "precision,compile,tolerance", [("float32", False, 1e-4), ("bfloat16", False, 0.1), ("bfloat16", True, 0.1)]
 )
@@ -132,13 +143,7 @@ def test_logprobs_equal_transformers_and_train(folder, precision, compile, toler
     logprobs, entropy = model(row, 1.0)
     assert (logprobs - want).abs().max() < tolerance
     assert entropy.isfinite().all()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    before = logprobs.sum().item()
-    for _ in range(3):
-        optimizer.zero_grad()
-        (-model(row, 1.0)[0].sum()).backward()
-        optimizer.step()
-    assert model(row, 1.0)[0].sum().item() > before + 10
+    assert_learns(model, row, logprobs)
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -156,13 +161,7 @@ def test_classes_of_transformers_equal_themselves_and_train(kind, compile, tmp_p
     want = torch.cat([reference[i] for i in order])
     logprobs, _ = model(row, 1.0)
     assert (logprobs - want).abs().max() < 0.05
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    before = logprobs.sum().item()
-    for _ in range(3):
-        optimizer.zero_grad()
-        (-model(row, 1.0)[0].sum()).backward()
-        optimizer.step()
-    assert model(row, 1.0)[0].sum().item() > before + 10
+    assert_learns(model, row, logprobs)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

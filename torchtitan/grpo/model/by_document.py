@@ -25,13 +25,12 @@ class ByDocument:
         if documents is None:
             raise TypeError("its blocks do not hand on to their layers which documents a row has")
         own: Any = super()
-        if hidden_states.is_meta:  # only sizes matter
-            with plain_functions(type(self)):
-                return own.forward(hidden_states)
-        padded = documents.padded
-        sizes = [count * length for count, length in padded.shapes]
-        slots = hidden_states[0].index_select(0, padded.slots).split(sizes)
         with contextlib.nullcontext() if hidden_states.is_cuda else plain_functions(type(self)):
+            if hidden_states.is_meta:  # only sizes matter
+                return own.forward(hidden_states)
+            padded = documents.padded
+            sizes = [count * length for count, length in padded.shapes]
+            slots = hidden_states[0].index_select(0, padded.slots).split(sizes)
             computed = [own.forward(each.unflatten(0, shape)) for each, shape in zip(slots, padded.shapes, strict=True)]
         return torch.cat([each.flatten(0, 1) for each in computed]).index_select(0, padded.taken)[None]
 

@@ -194,9 +194,8 @@ def _attention(
     softcap = softcap or 0.0
     if uses is not None:
         uses.see(getattr(module, "layer_idx", 0), query, value, window, softcap)
-    more = {"window": window, "softcap": softcap, "flash": flash, "context": context}
-    attended = attend(query, key, value, documents, scaling, **more)
-    return attended, None
+    how = {"window": window, "softcap": softcap, "flash": flash, "context": context}
+    return attend(query, key, value, documents, scaling, **how), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
