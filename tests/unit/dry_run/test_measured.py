@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Qwen3Config
+from transformers import Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config
 
+from torchtitan.grpo.dry_run import measured as dry_run
 from torchtitan.grpo.dry_run.activations import block_activations
 from torchtitan.grpo.dry_run.measured import measured_activations
 from torchtitan.grpo.model import qwen3
@@ -42,3 +43,18 @@ def test_a_window_saves_no_more():
     slides = measured(Gemma3TextConfig(**sizes, sliding_window=64, layer_types=["sliding_attention", "full_attention"]))
     whole = measured(Gemma3TextConfig(**sizes, sliding_window=64, layer_types=["full_attention"] * 2))
     assert slides[0] == whole[0] and slides[0].matmuls > slides[0].selected > slides[0].input
+
+
+def test_a_long_row_of_a_recurrent_model_is_so_many_short_ones(monkeypatch):
+    config = Qwen3_5TextConfig(
+        **dict(SHAPE, num_key_value_heads=4, vocab_size=64),
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    in_parts = measured(config)
+    monkeypatch.setattr(dry_run, "CHUNK_TOKENS", TOKENS)
+    whole = measured(config)
+    assert in_parts[1] == whole[1]
+    for name, size in vars(whole[0]).items():
+        assert getattr(in_parts[0], name) == pytest.approx(size, rel=0.01), name

@@ -15,6 +15,8 @@ from torchtitan.grpo.dry_run.activations import BlockActivations
 
 if TYPE_CHECKING:
     from torchtitan.grpo.model.hf_model import TransformersModel
+CHUNK_TOKENS = 1024
+"""All sizes are proportional to a row's tokens. Where a longer row would take seconds, it is so many parts of these."""
 
 
 def measured_activations(
@@ -31,6 +33,11 @@ def measured_activations(
     """
     from torchtitan.grpo.model.documents import Documents
 
+    if model.by_document and tokens > CHUNK_TOKENS:  # these layers go through a row in steps, each an operation
+        part, rotary = measured_activations(model, CHUNK_TOKENS, dtype, width)
+        factor = -(-tokens // CHUNK_TOKENS)
+        sizes = {name: size * factor for name, size in dataclasses.asdict(part).items()}
+        return BlockActivations(**sizes), rotary * factor
     blocks = {str(block): block for block in reversed(model.to(dtype).layers)}  # the first of each kind
     given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     for block in blocks.values():

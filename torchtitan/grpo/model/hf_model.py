@@ -194,7 +194,7 @@ def _attention(
     softcap = softcap or 0.0
     if uses is not None:
         uses.see(getattr(module, "layer_idx", 0), query, value, window, softcap)
-    how = {"window": window, "softcap": softcap, "flash": flash, "context": context}
+    how: dict[str, Any] = {"window": window, "softcap": softcap, "flash": flash, "context": context}
     return attend(query, key, value, documents, scaling, **how), None
 
 
