@@ -29,9 +29,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torchtitan_overlay  # noqa: F401  before all that is large, and before torchtitan, whose own needs Triton
+
 import torch
 
-import torchtitan_overlay  # noqa: F401  before torchtitan: upstream's own __init__.py needs Triton
 from torchtitan.config import JobConfig
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
 from torchtitan.grpo.policy import losses

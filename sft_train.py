@@ -14,9 +14,10 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import torchtitan_overlay  # noqa: F401  before all that is large, and before torchtitan, whose own needs Triton
+
 import torch
 
-import torchtitan_overlay  # noqa: F401  before torchtitan: upstream's own __init__.py needs Triton
 from torchtitan.grpo.config.tables import held_out_sets
 from torchtitan.grpo.data.conversations import ConversationSource
 from torchtitan.grpo.data.load import load_held_out, load_training

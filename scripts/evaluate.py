@@ -23,9 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torchtitan_overlay  # noqa: F401
+
 import torch
 
-import torchtitan_overlay  # noqa: F401
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import requests_at_once
 from torchtitan.grpo.config.hub import fetched, local_folder, named

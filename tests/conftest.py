@@ -4,8 +4,9 @@ import gc
 import os
 import signal
 
-import tests.helpers  # noqa: F401  puts scripts/ on the path
 import torchtitan_overlay  # noqa: F401  what it prepares comes before all other imports
+
+import tests.helpers  # noqa: F401  puts scripts/ on the path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong path may look like an id of the hub
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # their processes inherit it, also where nohup has it ignored

@@ -143,6 +143,7 @@ class Marksman:
 def name_rollout_processes(folder: Path) -> None:
     """Write down each rollout process that this rank starts. CHAOS_FROZEN_S: how long one may say nothing."""
     import torchtitan_overlay  # noqa: F401  before torchtitan
+
     from torchtitan.grpo.run import rollout_process
 
     start = rollout_process.start

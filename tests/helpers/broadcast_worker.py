@@ -7,11 +7,12 @@ import sys
 import threading
 import time
 
+import torchtitan_overlay  # noqa: F401  before torchtitan
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
-import torchtitan_overlay  # noqa: F401  before torchtitan
 from tests.helpers.microbatches import assert_equal
 from torchtitan.grpo.config.torchtitan_keys import Debug
 from torchtitan.grpo.errors import UserError

@@ -4,9 +4,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import torchtitan_overlay
+
 import torch
 
-import torchtitan_overlay
 from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
 
 

@@ -54,12 +54,8 @@ _ADD_SGLANG_KEY = (
     'runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)'
 )
 
-# `python -m torchtitan.grpo.engines.embedded`, but without upstream's `torchtitan/__init__.py`. What is imported stays:
-# for garbage collection to look through it takes a tenth of the start.
-_EMBEDDED = (
-    "import gc; gc.disable(); import torchtitan_overlay; "
-    "from torchtitan.grpo.engines.embedded.__main__ import main; main()"
-)
+# `python -m torchtitan.grpo.engines.embedded`, but without upstream's `torchtitan/__init__.py`.
+_EMBEDDED = "import torchtitan_overlay; from torchtitan.grpo.engines.embedded.__main__ import main; main()"
 
 
 class ServerCommandError(Exception):

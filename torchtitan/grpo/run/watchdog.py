@@ -74,6 +74,8 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
+        if self._after_s:
+            self._thread.join(_LOOK_S)  # a report that has begun is written to its end
 
     def _watch(self) -> None:
         reported = False

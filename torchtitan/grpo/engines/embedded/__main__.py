@@ -85,7 +85,6 @@ async def serve(app: EmbeddedApp, arguments: argparse.Namespace) -> None:
     # What is loaded stays. Each collection would look at all of it again, while answers wait.
     gc.collect()
     gc.freeze()
-    gc.enable()  # `server_commands` starts without it
     port = runner.addresses[0][1]
     logger.info("serving %s on %s", arguments.model, http_url(arguments.host, port))
     while not stop.is_set():

@@ -1,11 +1,9 @@
 """The classes that Ray gets. It sends them by value (`cluster.py` asks for that).
 
 A worker process of Ray could not import this module first: `torchtitan_overlay` must come before `torchtitan`, and the
-path to both comes with the first call. So nothing here imports this project but inside a method. What is imported
-stays: for garbage collection to look through it takes a tenth of the start.
+path to both comes with the first call. So nothing here imports this project but inside a method.
 """
 
-import gc
 import os
 import sys
 from typing import Any
@@ -27,11 +25,9 @@ class RankActor:
         """`common`: what every rank gets, put into Ray once: the driver's `sys.path`, and arguments of `Rank`."""
         paths, *arguments = common
         sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
-        gc.disable()
         import torchtitan_overlay  # noqa: F401  before torchtitan
-        from torchtitan.grpo.run.ray.rank import Rank
 
-        gc.enable()
+        from torchtitan.grpo.run.ray.rank import Rank
 
         self.rank = Rank(*own, *arguments)
         return self.rank.start()
@@ -60,11 +56,9 @@ class AgentActor:
 
     def start(self, paths: list[str]) -> None:
         sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
-        gc.disable()
         import torchtitan_overlay  # noqa: F401  before torchtitan
-        from torchtitan.grpo.run.ray.node import NodeAgent
 
-        gc.enable()
+        from torchtitan.grpo.run.ray.node import NodeAgent
 
         self.agent = NodeAgent()
 
@@ -79,11 +73,9 @@ class ServerActor:
         """`common`: as in `RankActor.start`."""
         paths, *arguments = common
         sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
-        gc.disable()
         import torchtitan_overlay  # noqa: F401  before torchtitan
-        from torchtitan.grpo.run.ray.supervised import SupervisedServer
 
-        gc.enable()
+        from torchtitan.grpo.run.ray.supervised import SupervisedServer
 
         self.server = SupervisedServer(*own, *arguments)
 
