@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torchtitan_overlay  # noqa: F401  before all that is large, and before torchtitan, whose own needs Triton
+import torchtitan_overlay  # noqa: F401  first: imports are quicker, and torchtitan's own __init__.py needs Triton
 
 import torch
 

@@ -14,7 +14,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-import torchtitan_overlay  # noqa: F401  before all that is large, and before torchtitan, whose own needs Triton
+import torchtitan_overlay  # noqa: F401  first: imports are quicker, and torchtitan's own __init__.py needs Triton
 
 import torch
 

@@ -6,7 +6,8 @@ inside `torchtitan.grpo` could prevent it, because importing that package runs u
 
 Here upstream's modules and `torchtitan.grpo` are found as before, and that file does not run. The first import of an
 upstream module prepares it for this machine. If upstream's package was imported earlier, it is left as it is.
-transformers, imported later, reads its folders once. Garbage is collected less often, which makes imports quicker.
+transformers, imported later, reads its folders once. Garbage is collected less often, which makes imports quicker; not
+in vLLM, which is left as it is.
 
 `grpo_train`, the embedded server, reward workers and vLLM's entry point start with this module. In a checkout
 `torchtitan/__init__.py` does too.
@@ -155,5 +156,6 @@ if NAME not in sys.modules:
     sys.modules[NAME] = importlib.util.module_from_spec(_spec)
     sys.meta_path.insert(0, _BeforeUpstream())
     sys.meta_path.insert(0, _TransformersReadOnce())
-    # What is imported stays. To look through all of it each time that 700 objects are new takes a sixth of a start.
-    gc.set_threshold(50_000, 20, 20)
+    if "vllm" not in sys.modules:
+        # What is imported stays. To look through all of it each time that 700 objects are new takes a sixth of a start.
+        gc.set_threshold(50_000, 20, 20)
