@@ -1,5 +1,6 @@
 """FLOPs that training takes by the model's formula, whatever the kernels compute: the numerator of MFU."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ def used(parameter: nn.Parameter, args: Any) -> int:
         args: The model's arguments.
     """
     experts = getattr(args, "moe_args", None) if parameter.dim() == 3 else None  # convolutions have three, too
-    return parameter.numel() if experts is None else parameter[0].numel() * experts.top_k
+    # By the shape: to index a sharded tensor would gather it.
+    return parameter.numel() if experts is None else math.prod(parameter.shape[1:]) * experts.top_k
 
 
 def _per_parameter(weight: nn.Parameter) -> int:
