@@ -61,22 +61,36 @@ class Experts(GroupedExperts):
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__(dim, hidden_dim, num_experts, use_grouped_mm=True)
-        self.gated = _gated
 
-    def forward(self, x: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         """Apply to each row its expert, times its weight.
 
         Args:
-            x: [rows, dim], sorted by expert.
-            ends: int32 [experts of this rank]: the row behind each expert's last one.
+            x: [rows, dim], by the rank that they come from, and those of a rank by expert.
+            counts: int32 [ranks, experts of this rank]: how many of each.
             weights: float32 [rows].
         """
-        w1, w2, w3 = (local(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
+        matrices = tuple(local(w) for w in (self.w1, self.w2, self.w3))
         if x.shape[0] == 0:  # no token chose an expert of this rank. Other ranks wait for its gradients, which are zero
-            return x + 0 * (w1.sum() + w2.sum() + w3.sum())
-        gate, up = torch._grouped_mm(x, w1, offs=ends), torch._grouped_mm(x, w3, offs=ends)
-        # The weight is applied here, where rows are narrow and autograd needs no copy of the result.
-        return torch._grouped_mm(self.gated(gate, up, weights), w2, offs=ends)
+            return x + 0 * sum(w.sum() for w in matrices)
+        return self.compute(x, counts, weights, *matrices)
+
+    @staticmethod
+    def compute(x: Tensor, counts: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        """See `forward`. A graph of its own with expert parallelism."""
+        if counts.shape[0] == 1:
+            return _of_sorted(x, counts[0], weights, w1, w2, w3)
+        # Where the rows of a rank and an expert begin, as they come and by expert, tells where each row goes.
+        chunks = torch.arange(counts.numel(), device=x.device).repeat_interleave(
+            counts.flatten(), output_size=x.shape[0]
+        )
+        come = counts.flatten().cumsum(0) - counts.flatten()
+        by_expert = counts.t().flatten().cumsum(0) - counts.t().flatten()
+        moved = by_expert.view(counts.shape[1], -1).t().flatten() - come
+        inverse = torch.arange(x.shape[0], device=x.device) + moved[chunks]
+        order = _inverse(inverse)
+        x, weights = _Permute.apply(x, order, inverse), _Permute.apply(weights, order, inverse)
+        return _Permute.apply(_of_sorted(x, counts.sum(0), weights, w1, w2, w3), inverse, order)
 
 
 class MoE(nn.Module):
@@ -107,37 +121,35 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[1, T, dim] -> [1, T, dim]."""
         tokens = x.flatten(0, 1)
-        weights, selected, *_ = self.router(tokens)
-        self.chosen = selected.detach().short()
-        experts, order = selected.flatten().int().sort(stable=True)  # a radix sort of half the passes
-        inverse = _inverse(order)
+        weights, order, inverse, counts, self.chosen = self.route(tokens)
         rows = _Dispatch.apply(tokens, order, inverse)
-        weights = _Permute.apply(weights.flatten(), order, inverse)
-        numbers = torch.arange(self.experts.num_experts, dtype=torch.int32, device=x.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
         if self.ep_mesh is None:
-            out = self.experts(rows, ends, weights)
+            out = self.experts(rows, counts[None], weights)
         else:
-            out = self._on_other_ranks(self.ep_mesh, rows, ends, weights)
+            out = self._on_other_ranks(self.ep_mesh, rows, counts, weights)
         return _Combine.apply(out, order, inverse, self.router.top_k).view_as(x)
 
-    def _on_other_ranks(self, mesh: DeviceMesh, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """[T, dim] -> weights by expert, float32 [T top_k]; the order by expert and its inverse; the number of rows of
+        each expert, int32; and `chosen`."""
+        weights, selected, *_ = self.router(tokens)
+        experts, order = selected.flatten().int().sort(stable=True)  # a radix sort of half the passes
+        inverse = _inverse(order)
+        numbers = torch.arange(self.router.num_experts, dtype=torch.int32, device=tokens.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return _Permute.apply(weights.flatten(), order, inverse), order, inverse, counts, selected.detach().short()
+
+    def _on_other_ranks(self, mesh: DeviceMesh, rows: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         """`experts`, of whichever rank has them. The host waits for the numbers of rows, which shapes depend on."""
         group, size = mesh.get_group(), mesh.size()
-        sent = ends.diff(prepend=ends.new_zeros(1))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        counts = torch.stack([sent.view(size, -1).sum(1), received.view(size, -1).sum(1)])
-        to_rank, from_rank = counts.tolist()
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
+        received = received.view(size, -1)
+        to_rank, from_rank = torch.stack([counts.view(size, -1).sum(1), received.sum(1)]).tolist()
         rows = all_to_all_single_autograd(rows, from_rank, to_rank, group)
         weights = all_to_all_single_autograd(weights, from_rank, to_rank, group)
-        # They come by rank, then by expert.
-        expert = torch.arange(received.numel(), device=rows.device) % (received.numel() // size)
-        order = expert.repeat_interleave(received, output_size=len(rows)).argsort(stable=True)
-        inverse = _inverse(order)
-        own_ends = received.view(size, -1).sum(0).cumsum(0, dtype=torch.int32)
-        out = self.experts(_Permute.apply(rows, order, inverse), own_ends, _Permute.apply(weights, order, inverse))
-        return all_to_all_single_autograd(_Permute.apply(out, inverse, order), to_rank, from_rank, group)
+        return all_to_all_single_autograd(self.experts(rows, received, weights), to_rank, from_rank, group)
 
     def init_weights(self, init_std: float, buffer_device: torch.device | None = None) -> None:
         self.experts.init_weights(init_std)
@@ -175,8 +187,14 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
-def _gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
-    return (F.silu(gate.float()) * up.float() * weights[:, None]).to(gate.dtype)
+def _of_sorted(x: Tensor, counts: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Of rows by expert, `counts` [experts] for each."""
+    w1, w2, w3 = (w.transpose(1, 2) for w in (w1, w2, w3))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    gate, up = torch._grouped_mm(x, w1, offs=ends), torch._grouped_mm(x, w3, offs=ends)
+    # The weight is applied here, where rows are narrow and autograd needs no copy of the result.
+    gated = (F.silu(gate.float()) * up.float() * weights[:, None]).to(gate.dtype)
+    return torch._grouped_mm(gated, w2, offs=ends)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -1,11 +1,13 @@
 """Qwen3, mixtures of experts: torchtitan's model with the computation of `experts`."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import PreTrainedConfig
 
 from torchtitan.config.job_config import Compile
@@ -103,17 +105,21 @@ def more_to_hf(args: Qwen3ModelArgs) -> dict[str, Any]:
 
 
 def apply_compile(model: nn.Module, config: Compile) -> None:
-    """Each block as one graph. With expert parallelism the host reads numbers of rows, so its experts are not part."""
+    """Each block as one graph. With expert parallelism the host reads numbers of rows, so a block is several."""
     # A replaying router notes whether it agrees. Recomputation need not note it again.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for name, block in model.layers.named_children():
         if block.moe.ep_mesh is None:
             model.layers.register_module(name, torch.compile(block, backend=config.backend, fullgraph=True))
             continue
+        # Not of the wrapper, whose attributes its block does not see.
+        inner = block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
+        whole = functools.partial(torch.compile, backend=config.backend, fullgraph=True)
         for part in ("attention", "attention_norm", "ffn_norm"):
-            setattr(block, part, torch.compile(getattr(block, part), backend=config.backend, fullgraph=True))
-        experts = block.moe.experts  # how many rows they get changes with each step
-        experts.gated = torch.compile(experts.gated, backend=config.backend, fullgraph=True, dynamic=True)
+            setattr(inner, part, whole(getattr(inner, part)))
+        moe = inner.moe
+        moe.route = whole(moe.route)
+        moe.experts.compute = whole(moe.experts.compute, dynamic=True)  # another number of rows each time
 
 
 FAMILY = dataclasses.replace(  # its tensor parallelism is refused by `source.check_degrees`
