@@ -277,8 +277,8 @@ class Trainer(Run):
     def start_servers(self) -> None:
         """Those that the run starts: they load while the trainer loads its own weights."""
         trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.broadcast.ranks))
-        check_shared_gpu(self.config, self.device)
-        self.own_servers = OwnServers(self.config, self.device, trainers_here)
+        check_shared_gpu(self.config, self.device, self.broadcast.ranks)
+        self.own_servers = OwnServers(self.config, self.device, trainers_here, self.broadcast.meet)
         self.resources.callback(self.own_servers.close)
         self.rollouts.start(self.own_servers)
 
@@ -294,6 +294,7 @@ class Trainer(Run):
             in_flight=ahead.in_flight_weight_updates or not ahead.enabled,
             recompute_kv=ahead.recompute_kv_cache_after_weight_updates,
             drain_timeout_s=self.config.rollout.request_timeout_seconds,
+            on_another_gpu=self.own_servers.on_another_gpu,
         )
         self.resources.callback(self.weight_sync.close)
         self.weight_sync.connect()

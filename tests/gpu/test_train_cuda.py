@@ -40,6 +40,16 @@ def test_weights_go_over_nccl_to_a_server_on_its_own_gpu(tmp_path):
 
 
 @TWO_GPUS
+def test_two_ranks_with_a_server_on_each_gpu_which_sleeps(tmp_path):
+    """One gets its weights by CUDA IPC, the other over NCCL."""
+    flags = BF16 | {"--rollout.colocate": None, "--rollout.sleep_while_training": None}
+    lines = train(tmp_path, flags, 2, own_server=True)
+    checked(lines)
+    assert all(line["sync/servers_in_traffic"] == 2 for line in lines)
+    assert sum(name.endswith("/wake_s") for name in lines[-1]) == 2
+
+
+@TWO_GPUS
 @pytest.mark.parametrize("tp", [1, 2])
 def test_two_gpus_train_as_one(tp, tmp_path):
     start = train(tmp_path / "start", BF16 | {"--training.steps": "1"}, own_server=True)

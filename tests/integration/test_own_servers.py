@@ -50,29 +50,32 @@ def test_servers_that_die_come_back_and_die_with_the_trainer(tmp_path):
         print(f"gone {time.monotonic() - gone_at:.1f} s after kill -9 of the trainer")
 
 
-def test_a_colocated_server_reads_the_trainers_memory_and_comes_back(tmp_path):
-    """A whole run over transport "ipc", whose server sleeps while the trainer trains: its weights are gone then.
+def test_colocated_servers_read_the_trainers_memory_and_come_back(tmp_path):
+    """A whole run of two ranks over transport "ipc", whose two servers sleep while it trains: their weights are gone
+    then.
 
-    kill -9 of the server leaves it nothing, and it gets the newest weights."""
+    kill -9 of a server leaves it nothing, and it gets the newest weights."""
     flags = {"--rollout.colocate": None, "--grpo.prompts_per_step": "16", "--checkpoint.no-enable": None}
     flags |= {"--rollout.sleep_while_training": None}
-    with endless(tmp_path / "run", flags) as run:
-        (server,) = server_pids(run.folder)
-        trainers_files = Path(f"/proc/{server}/maps").read_text().count("memfd:torchtitan-grpo")
-        assert trainers_files, "it has mapped the trainer's buffers"
-        os.kill(server, signal.SIGKILL)
+
+    def mapped(servers: list[int]) -> list[int]:
+        return [Path(f"/proc/{server}/maps").read_text().count("memfd:torchtitan-grpo") for server in servers]
+
+    with endless(tmp_path / "run", flags, ranks=2) as run:
+        servers = server_pids(run.folder)
+        assert len(servers) == 2 and all(mapped(servers)), "both have mapped the trainer's buffers"
+        os.kill(servers[1], signal.SIGKILL)
 
         def is_back() -> bool:
             last = steps(run.folder)[-1]
-            return last["sync/servers_restarted"] == 1 and last["sync/servers_in_traffic"] == 1
+            return last["sync/servers_restarted"] == 1 and last["sync/servers_in_traffic"] == 2
 
         run.wait_for("it to be back", is_back)
         lines = steps(run.folder)
         assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines)
         woken = [name for line in lines for name in line if name.endswith("/wake_s")]
-        assert len(woken) >= len(lines) - 1, "it slept in each step but the one that it died in"
-        (server,) = server_pids(run.folder)
-        assert Path(f"/proc/{server}/maps").read_text().count("memfd:torchtitan-grpo") == trainers_files
+        assert len(woken) >= len(lines) - 1, "one slept in each step, and the other whenever it was alive"
+        assert all(mapped(server_pids(run.folder)))
         run.process.kill()
         run.wait_until_gone(10)
 

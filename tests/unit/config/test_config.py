@@ -715,8 +715,6 @@ def test_example_configurations_load(name, world_size, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", world_size)
     given = tomllib.loads((ROOT / "train_configs" / name).read_text())
     rollout = given.get("rollout", {})
-    if rollout.get("colocate") and world_size != "1":
-        pytest.skip("for one trainer process")
     starts_servers = rollout.get("replicas", 0) or rollout.get("colocate")  # only a dry run does without their Python
     config = load_config(
         ["--job.config_file", f"train_configs/{name}"],
@@ -761,7 +759,8 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
         (["--weight_sync.transport", "ipc"], 1, 2, ()),
         (["--rollout.colocate"], 1, 1, ()),
         (["--rollout.colocate", "--weight_sync.transport", "ipc"], 1, 1, ()),
-        (["--rollout.colocate"], 2, 2, ("[rollout] colocate = true", "this run has 2")),
+        (["--rollout.colocate"], 2, 2, ()),
+        (["--rollout.colocate", "--rollout.replicas", "1"], 2, 2, ("this run has 2", "leave replicas out")),
         (["--weight_sync.transport", "ipc", "--rollout.replicas", "1"], 1, 2, ()),
         (["--weight_sync.transport", "ipc", "--rollout.replicas", "2"], 1, 3, ("ipc", "replicas = 2 puts them")),
         (["--parallelism.tensor_parallel_degree", "2"], 4, 5, ()),
@@ -770,7 +769,7 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
 def test_machine(flags, world_size, gpus, expected, monkeypatch):
     # load_config must accept it on a machine with these processes and GPUs
     monkeypatch.setattr("torchtitan.grpo.config.load.check_machine", lambda *_, **__: [])
-    messages = check_machine(load_config([*MODEL, *flags]), world_size, gpus)
+    messages = check_machine(load_config([*MODEL, *flags], world_size=world_size), world_size, gpus)
     assert len(messages) == bool(expected), messages
     for part in expected:
         assert part in messages[0]

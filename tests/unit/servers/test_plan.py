@@ -1,6 +1,7 @@
 """Which commands `[rollout] replicas` stands for."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torchtitan.grpo.process.server_commands import ALL_LINEAR, SglangCommand, V
 from torchtitan.grpo.servers.__main__ import parse_arguments, planned
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.servers.plan import plan_lines, planned_servers
+from torchtitan.grpo.servers.supervisor import Supervisor
 
 
 def configured(*flags: str) -> JobConfig:
@@ -158,6 +160,21 @@ def test_a_colocated_server_has_the_trainers_gpu_and_its_share():
         assert server.gpus == (0,) and value(server.argv(1), flag) == "0.4"
         (server,) = planned_servers(config, gpus=0, trainers_here=1)
         assert server.gpus == () and flag not in server.argv(1)
+
+
+def test_several_trainers_have_a_server_each_which_other_gpus_reach_over_nccl(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    config = configured("--rollout.engine", "vllm", "--rollout.colocate")
+    assert [server.gpus for server in planned_servers(config, gpus=2, trainers_here=2)] == [(0,), (1,)]
+    own = OwnServers(config, torch.device("cuda"), 2)
+    assert own.weight_sync.transport == "ipc"
+    own._kept = Mock(spec=Supervisor, urls=["http://a:1", "http://a:2"])
+    assert [own.on_another_gpu(url) for url in own._kept.urls] == [False, True]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(UserError, match=r"1 of this run's 2 are here: .* set \[rollout\] replicas"):
+        configured("--rollout.engine", "vllm", "--rollout.colocate")
 
 
 def test_only_vllm_on_a_gpu_is_told_at_its_start_that_it_will_sleep():

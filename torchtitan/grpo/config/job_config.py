@@ -236,8 +236,8 @@ class Rollout:
     trainers have the first GPUs and servers the next ones; with `ray.enable`, each is where Ray places it. 0: those of
     `urls`; with `embedded` and no `urls` 1, which is on rank 0's GPU if no other is free."""
     colocate: bool = False
-    """The run starts one vLLM or embedded server on the trainer's own GPU, before it loads its weights, and keeps it
-    alive. Weights go by `weight_sync.transport = "ipc"`: docs/colocate.md. For one trainer process."""
+    """The run starts a vLLM or embedded server on the GPU of each trainer process, before that loads its weights, and
+    keeps it alive. For processes of one machine: docs/colocate.md."""
     memory_share: Annotated[float, Range(above=0, below=1), Needs("rollout.colocate")] = 0.3
     """On a GPU: the server's share of its memory (vLLM's `--gpu-memory-utilization`). The trainer is
     held to the rest. `--dry_run` adds both up."""

@@ -36,7 +36,7 @@ from torchtitan.grpo.config.keys import (
     show,
     type_name,
 )
-from torchtitan.grpo.config.machine import check_machine
+from torchtitan.grpo.config.machine import check_machine, planned_ranks
 from torchtitan.grpo.config.tables import PATH_KEYS, fill_tables, read_tables, table_title
 from torchtitan.grpo.config.target import NAMES, find_target
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
@@ -117,7 +117,10 @@ def load_config(
     rollout = config.rollout
     unnamed = COMMANDS[rollout.engine].bundled and not (rollout.urls or rollout.urls_file)
     if job == "grpo" and not rollout.replicas and (rollout.colocate or unnamed):
-        rollout.replicas = 1
+        # A server on the GPU of each trainer process.
+        rollout.replicas = (
+            max(1, planned_ranks(config) if world_size is None else world_size) if rollout.colocate else 1
+        )
     rollout.urls = [url.rstrip("/") for url in rollout.urls]
     fill_tables(config)
     _raise(check_ranges(config), path)

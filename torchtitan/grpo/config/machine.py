@@ -84,7 +84,7 @@ def target_gpus(config: JobConfig, world_size: int, target: Target) -> int:
 
 
 def shares_gpu(config: JobConfig, gpus: int, trainers_here: int) -> bool:
-    """Whether the one server that the run starts is on rank 0's GPU.
+    """Whether the servers that the run starts are on trainers' GPUs: one on each (`colocate`), or one on rank 0's.
 
     Args:
         gpus: Of the machine.
@@ -150,12 +150,17 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
         yield (
             f'[grpo] routing_replay = true {needs}: on a CPU, {engine.title} tells no experts. Use engine = "embedded"'
         )
-    if rollout.colocate and world_size > 1:
-        yield (
-            f"[rollout] colocate = true is for one trainer process, and this run has {world_size}: start one, or set "
-            "[rollout] replicas = 1, which gives the server a GPU of its own"
-        )
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if rollout.colocate and trainers < world_size:
+        yield (
+            f"[rollout] colocate = true is for the trainer processes of one machine, and {trainers} of this run's "
+            f"{world_size} are here: start them on one, or set [rollout] replicas, for servers with GPUs of their own"
+        )
+    elif rollout.colocate and rollout.replicas != max(1, world_size):
+        yield (
+            f"[rollout] colocate = true is a server on the GPU of each trainer process, of which this run has "
+            f"{world_size}, and [rollout] replicas = {rollout.replicas}: leave replicas out"
+        )
     shares = shares_gpu(config, gpus, trainers)
     if transport == "ipc" and gpus and rollout.replicas and not shares:
         yield (

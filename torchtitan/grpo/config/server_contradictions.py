@@ -160,12 +160,11 @@ def _check_colocated(config: JobConfig) -> Iterator[str]:
         return
     if rollout.sleep_while_training:
         yield from _check_sleep(config)
-    one = "[rollout] colocate = true is one server on the trainer's GPU"
+    one = "[rollout] colocate = true is a server on each trainer's GPU"
     if not COMMANDS[rollout.engine].maps_memory:
         yield f'{one}, and [rollout] engine = "{rollout.engine}" is not there for it: set engine = "vllm"'
-    for name, value in (("replicas", rollout.replicas), ("gpus_per_server", rollout.gpus_per_server)):
-        if value > 1:
-            yield f"{one}, and [rollout] {name} = {value}: leave {name} out"
+    if rollout.gpus_per_server > 1:
+        yield f"{one}, and [rollout] gpus_per_server = {rollout.gpus_per_server}: leave gpus_per_server out"
     if config.ray.enable:
         yield f"{one}, and [ray] enable = true places servers on GPUs of their own: leave one of them out"
     if needs_own_gpus(transport := config.weight_sync.transport):

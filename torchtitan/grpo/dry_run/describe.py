@@ -156,11 +156,11 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
     if memory.inputs_on_host:
         lines.append(f"  in each rank's host memory: {mib(memory.inputs_on_host)} pinned, the blocks' inputs")
     rollout = config.rollout
-    apart = rollout.replicas and not rollout.colocate
+    several = rollout.replicas > rollout.colocate  # one on the trainer's GPU does not fall behind
     if (
         config.weight_sync.transport != "disk"
         and not reads_files(config)
-        and (len(rollout.urls) > 1 or rollout.urls_file or apart)
+        and (len(rollout.urls) > 1 or rollout.urls_file or several)
     ):
         copy = mib(memory.trained * sent_bytes(config, target))
         lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")

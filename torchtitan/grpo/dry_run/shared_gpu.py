@@ -96,15 +96,15 @@ def shared_gpu(config: JobConfig, memory: Memory, target: Target) -> SharedGpu:
     return shared
 
 
-def check_shared_gpu(config: JobConfig, device: torch.device) -> None:
-    """Refuse a run whose trainer and server do not both fit on the GPU that they share.
+def check_shared_gpu(config: JobConfig, device: torch.device, ranks: int) -> None:
+    """Refuse a run of which a rank and its server do not both fit on the GPU that they share.
 
     Raises:
         UserError: As for `shared_gpu`.
     """
     if config.rollout.colocate and device.type == "cuda":
         target = this_machine()
-        shared_gpu(config, memory_bytes(config, 1, target), target)
+        shared_gpu(config, memory_bytes(config, ranks, target), target)
 
 
 def shared_gpu_lines(config: JobConfig, memory: Memory, target: Target) -> list[str]:
@@ -118,7 +118,8 @@ def shared_gpu_lines(config: JobConfig, memory: Memory, target: Target) -> list[
     if config.rollout.sleep_while_training:
         rows["kept by the trainer"] = shared.kept
         rows["left while it sleeps"] = shared.alone
-    lines = ["  the server is on the same device ([rollout] colocate)"]
+    each = "its server" if config.rollout.replicas > 1 else "the server"
+    lines = [f"  {each} is on the same device ([rollout] colocate)"]
     lines += [f"    {name:<26}{size / 2**20:>14,.1f} MiB" for name, size in rows.items()]
     lines.append(f"    the share holds the weights and keys and values of {shared.tokens:,} tokens")
     return lines

@@ -118,6 +118,10 @@ class Broadcaster:
         """Wait for rank 0, which may validate or push for longer than NCCL lets other ranks wait."""
         self.json()
 
+    def meet(self) -> None:
+        """Wait for every rank."""
+        gather_json(None, *self._how)
+
     def rows(self, parts: Sequence[Buffer] | None, rank: int) -> list[PackedRow]:
         """The rows of data-parallel rank `rank`, from those of all ranks, `encoded`, on rank 0 (None elsewhere).
 

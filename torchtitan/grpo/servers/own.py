@@ -21,22 +21,27 @@ from torchtitan.grpo.servers.supervisor import Supervisor
 
 class OwnServers:
     """What `[rollout]` asks a run to start: `replicas` servers that are kept alive, on rank 0's machine, or where a
-    launcher has them (`launched.py`), or on the trainer's own GPU (`shares_gpu`); or nothing.
+    launcher has them (`launched.py`), or on the trainers' own GPUs (`shares_gpu`); or nothing. On every rank:
 
-        own = OwnServers(config, device, trainers_here)      # every rank
-        own.start(write_model)                               # rank 0; servers load while the trainer loads
-        fleet = own.fleet(make)                              # rank 0, once all are healthy
+        own = OwnServers(config, device, trainers_here, meet)
+        own.start(write_model)                               # servers load while the trainer loads
+        fleet = own.fleet(make)                              # rank 0 alone, once all are healthy
         own.sleep()                                          # before each step of training
         own.make_room(optimizers)                            # after it
         own.close()
+
+    Args:
+        meet: Returns when every rank has called it.
 
     Attributes:
         weight_sync: `[weight_sync]`, with a transport that reaches them. The same on every rank.
     """
 
-    def __init__(self, config: JobConfig, device: torch.device, trainers_here: int) -> None:
+    def __init__(
+        self, config: JobConfig, device: torch.device, trainers_here: int, meet: Callable[[], None] = lambda: None
+    ) -> None:
         rollout = config.rollout
-        self._config, self._device, self._trainers_here = config, device, trainers_here
+        self._config, self._device, self._trainers_here, self._meet = config, device, trainers_here, meet
         self._resources = ExitStack()
         self._kept: Supervisor | LaunchedServers | None = None
         self._fleet: Fleet | None = None
@@ -50,15 +55,24 @@ class OwnServers:
         elif config.weight_sync.transport == "auto" and self._shares_gpu:  # NCCL joins no two processes on one GPU
             self.weight_sync = dataclasses.replace(config.weight_sync, transport="gloo")
 
-    def start(self, write_model: Callable[[Path], None]) -> None:
-        """Start the servers. `write_model` writes config.json and tokenizer into a folder. For rank 0.
+    def start(self, write_model: Callable[[Path], None] | None) -> None:
+        """Start the servers. With `colocate`, each rank's part of its GPU is fixed then.
+
+        Args:
+            write_model: On rank 0, which starts them: writes config.json and tokenizer into a folder. Else None.
 
         Raises:
             UserError: A server cannot be started.
         """
+        rollout = self._config.rollout
+        if write_model is not None and rollout.replicas:
+            self._start(write_model)
+        if rollout.colocate:
+            self._meet()  # no rank loads before the servers have seen what is free
+            self._hold_trainer(rollout.memory_share)
+
+    def _start(self, write_model: Callable[[Path], None]) -> None:
         rollout, dump = self._config.rollout, Path(self._config.job.dump_folder)
-        if not rollout.replicas:
-            return
         write_model(dump / MODEL_FOLDER)
         folder, limit_s = dump / LOG_FOLDER, rollout.start_timeout_seconds
         kept: Supervisor | LaunchedServers
@@ -74,8 +88,6 @@ class OwnServers:
             # A server measures what it needs by what is free, so the trainer must not load meanwhile. If one with a
             # share dies and returns, it must find its share free.
             kept.wait_healthy()
-        if rollout.colocate:
-            self._hold_trainer(rollout.memory_share)
 
     def fleet(self, make: Callable[[str], Server]) -> Fleet:
         """The servers of the run. Waits until those that are kept alive serve. Of these the fleet hears each end and
@@ -92,7 +104,7 @@ class OwnServers:
             return Fleet(rollout.urls, make, rollout.min_servers, rollout.urls_file)
         kept.wait_healthy()
         fleet = Fleet([], make, rollout.min_servers, str(kept.urls_file))
-        fleet.alone = rollout.colocate
+        fleet.alone = rollout.colocate and rollout.replicas == 1
 
         def ended(url: str, why: str) -> None:
             for server in fleet.servers:
@@ -104,16 +116,16 @@ class OwnServers:
         return fleet
 
     def sleep(self) -> None:
-        """With `[rollout] sleep_while_training`: the trainer needs the server's memory. For rank 0.
+        """With `[rollout] sleep_while_training`: the trainer needs the servers' memory. Rank 0 has them sleep.
 
         A server that does not sleep is suspected. The update that follows wakes it up (`link.ServerLink`). One that
         dies meanwhile starts again when the trainer has made room.
         """
-        if self._fleet is None or not self._config.rollout.sleep_while_training:
+        if not self._config.rollout.sleep_while_training:
             return
         if isinstance(self._kept, Supervisor):
             self._kept.may_restart.clear()
-        for server in self._fleet.servers:
+        for server in self._fleet.servers if self._fleet is not None else ():
             if not server.lost:
                 try:
                     server.control.sleep()
@@ -121,14 +133,20 @@ class OwnServers:
                     self._fleet.suspect(server, error, "it does not sleep")
         self._hold_trainer(0.0)
 
+    def on_another_gpu(self, url: str) -> bool:
+        """Whether CUDA IPC does not reach this server, since it is on another rank's GPU. On rank 0."""
+        kept = self._kept
+        return self._config.rollout.colocate and self._gpus > 0 and isinstance(kept, Supervisor) and url != kept.urls[0]
+
     def make_room(self, optimizers: OptimizersContainer) -> None:
-        """With `[rollout] sleep_while_training`: free what only the update needed. The server wakes up next."""
+        """With `[rollout] sleep_while_training`: free what only the update needed. The servers wake up next."""
         if not self._config.rollout.sleep_while_training:
             return
         optimizers.zero_grad()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._hold_trainer(self._config.rollout.memory_share)
+        self._meet()
         if isinstance(self._kept, Supervisor):
             self._kept.may_restart.set()
 

@@ -82,6 +82,8 @@ class WeightSync:
         recompute_kv: `[async_grpo] recompute_kv_cache_after_weight_updates`.
         drain_timeout_s: `[rollout] request_timeout_seconds`: without `in_flight`, how long a server may take to finish
             its running answers.
+        on_another_gpu: Of a server's address, with transport "ipc": whether that does not reach it. It gets its weights
+            over NCCL, from the same buffers.
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class WeightSync:
         in_flight: bool = True,
         recompute_kv: bool = True,
         drain_timeout_s: float = 600.0,
+        on_another_gpu: Callable[[str], bool] = lambda url: False,
     ):
         self._published, self._config = published, config
         self._fleet = fleet
         self._device = device
         self._pause = Pause(in_flight, recompute_kv, drain_timeout_s)
         self._backend = config.transport if config.transport != "auto" else "nccl" if device.type == "cuda" else "gloo"
-        self._transport = TRANSPORTS[self._backend]
+        self._transport, self._on_another_gpu = TRANSPORTS[self._backend], on_another_gpu
         self._thread: Leader | Follower | None = None
         self._board: Board | None = None
         self._newest = -1
@@ -320,7 +323,8 @@ class WeightSync:
 
     def _worker(self, server: Server) -> ServerWorker:
         assert self._board is not None  # on rank 0
-        return ServerWorker(server, self._board, self._backend, self._device)
+        backend = "nccl" if self._transport.shares_memory and self._on_another_gpu(server.url) else self._backend
+        return ServerWorker(server, self._board, backend, self._device)
 
     def _connect_on_rank0(self) -> None:
         """`_connect_servers` on rank 0. If it raises an error, every rank raises one."""
