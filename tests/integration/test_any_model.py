@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch._dynamo.testing import CompileCounter
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.helpers import ROOT
-from tests.helpers.any_models import BY_DOCUMENT, KINDS, save
+from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.any_models import BY_DOCUMENT, KINDS, SHAPE, save
 from tests.helpers.microbatches import microbatches
 from tests.helpers.ranks import Ranks
 from tests.helpers.served_logprobs import worst_logprob_difference
@@ -22,10 +22,11 @@ from tests.helpers.weight_senders import SYNC, changed, fleet_of, trainer_of, we
 from tests.integration.test_lora import compare_with_peft
 from tests.integration.test_packed_model import TEMPERATURE, alone, packed_attention, samples
 from tests.integration.test_parallel_parity import WAY
+from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model import document_attention
 from torchtitan.grpo.model.packed import make_packed
-from torchtitan.grpo.model.source import ModelSource, gather_hf, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import ModelSource, gather_hf, load_hf_weights, resolve_model, write_hf
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 # Of the slow tests a part runs by default, with what differs most. EVERY_MODEL=1 runs all.
@@ -91,6 +92,53 @@ def packed_model(folder: Path, compile: bool = False) -> tuple[ModelSource, torc
         model.init_weights()
     load_hf_weights(model, source, folder)
     return source, model
+
+
+SEES = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
+WITH_VISION: dict[str, dict] = {
+    "gemma3": dict(mm_tokens_per_image=4, vision_config=SEES),
+    "mistral3": dict(vision_config=SEES | dict(model_type="pixtral", head_dim=16)),
+    "qwen3_5": dict(
+        vision_config=dict(
+            depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, patch_size=14
+        )
+    ),
+}
+"""model_type of a model with a vision tower: what its config has beside its `text_config`."""
+
+
+@pytest.mark.parametrize("prefix", ["", "model.language_model."], ids=["as saved", "renamed"])
+@pytest.mark.parametrize("kind", WITH_VISION)
+def test_a_model_that_sees_trains_as_its_language_model(kind, prefix, tmp_path):
+    """It computes what the whole model does of text. What is exported is the language model alone."""
+    torch.manual_seed(1)
+    text = "mistral" if kind == "mistral3" else f"{kind}_text"
+    own = SHAPE | KINDS[text] | {"model_type": text, "sliding_window": None if kind == "mistral3" else 8}
+    config = CONFIG_MAPPING[kind](text_config=own, **WITH_VISION[kind])
+    reference = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    reference.save_pretrained(tmp_path)
+    if prefix:  # as other releases of transformers name them
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors = {name.replace("language_model.model.", prefix): value for name, value in tensors.items()}
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    source, model = packed_model(tmp_path)
+    batch = samples([(3, 5), (17, 30), (40, 2)])
+    for sample in batch:
+        sample.prompt_ids[:] = [token % 131 for token in sample.prompt_ids]
+        sample.answer_ids[:] = [token % 131 for token in sample.answer_ids]
+    (row,) = microbatches(batch, 320, 1, 64)[0]
+    logprobs, _ = model(row, TEMPERATURE)
+    theirs = torch.cat([alone(reference, batch[i])[0] for i in row.samples.tolist()])
+    torch.testing.assert_close(logprobs, theirs, atol=1e-5, rtol=0)
+
+    write_hf(gather_hf(model, source, torch.float32), source, tmp_path / "exported", load_tokenizer(str(TINY_QWEN3)))
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    assert source.hf_config["architectures"] == [type(again).__name__] and "vision_config" not in source.hf_config
+    found = torch.cat([alone(again.eval(), batch[i])[0] for i in row.samples.tolist()])
+    torch.testing.assert_close(found, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "graphs"), [("olmo2", 1), ("exaone4", 2)])

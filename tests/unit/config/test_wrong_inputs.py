@@ -690,6 +690,18 @@ class SmallWindow(Another):
     replies: ClassVar = Another.replies | {"/v1/models": {"data": [{"id": "m", "root": "model", "max_model_len": 32}]}}
 
 
+class Sees(Another):
+    """A vLLM that serves the whole of a folder with a vision tower."""
+
+    replies: ClassVar = Another.replies | {
+        "/v1/models": {
+            "data": [
+                {"id": "m", "max_model_len": 64, "hf_config": {"architectures": ["Gemma3ForConditionalGeneration"]}}
+            ]
+        },
+    }
+
+
 class OtherLayers(Another):
     """An older plug-in's: it does not tell the shape, but its folder is on this machine."""
 
@@ -758,6 +770,10 @@ SERVERS = {
     "another model": (
         http_server(Another),
         wrong({}, "serves another model: /models/big (hidden_size 2048)", "model (hidden_size 128)", "[rollout] urls"),
+    ),
+    "a model with a vision tower": (
+        http_server(Sees),
+        wrong({}, "serves another model: m (architectures", "start the server with a folder of that", "served_model"),
     ),
     "another model, by its folder": (
         http_server(OtherLayers),

@@ -192,10 +192,15 @@ class HttpControl:
     def _check_model(self, served: ModelIdentity, trained: ModelIdentity) -> None:
         """Refuse a server of another model, as far as it tells: weights of another shape would break it."""
         if differing := trained.differing(served):
+            mend = "Start the server with [model] hf_assets_path, or correct [rollout] urls"
+            if served.has_other_parts:
+                mend = (
+                    "The language model alone is trained: start the server with a folder of that, such as a run's "
+                    "served_model with [rollout] replicas, or an exported checkpoint"
+                )
             raise UserError(
                 f"{self.url}: serves another model: {served.describe(differing)}, and the trainer has "
-                f"{trained.describe(differing)}. Start the server with [model] hf_assets_path, or correct "
-                "[rollout] urls"
+                f"{trained.describe(differing)}. {mend}"
             )
 
     def is_paused(self) -> bool:

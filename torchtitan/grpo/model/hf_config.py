@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 
 
 def from_folder(folder: Path, implementation: str = "auto") -> tuple[str, ModelArgs, dict[str, Any]]:
-    """Read the model that `folder`/config.json describes.
+    """Read the model that `folder`/config.json describes, or its language model if it has other parts.
 
     Args:
         implementation: `[model] implementation`.
@@ -31,10 +31,13 @@ def from_folder(folder: Path, implementation: str = "auto") -> tuple[str, ModelA
     Raises:
         UserError: The file is missing or broken, or describes what does not train here.
     """
-    raw = read_json(folder / "config.json")
     where = f"{folder / 'config.json'}"
-    architecture = _architecture(raw)
-    config = _config(raw, architecture, where)
+    raw = read_json(folder / "config.json")
+    if has_other_parts(raw):
+        raw, config = _language_model(raw, where)
+    else:
+        config = _config(raw, _architecture(raw), where)
+    (architecture,) = config.architectures
     own = next((name for name, architectures in FAMILIES.items() if architecture in architectures), None)
     if implementation == "torchtitan" and own is None:
         raise UserError(
@@ -92,13 +95,34 @@ def _config(raw: dict[str, Any], architecture: str, where: str) -> PreTrainedCon
             f'{where}: "architectures" names {architecture}, and "model_type" = "{raw["model_type"]}" means {meant}, '
             "which servers would take: download the file again"
         )
-    config_cls = CONFIG_MAPPING[model_type]
-    try:
-        config = config_cls.from_json_file(where)
-    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{where} is not a valid {config_cls.__name__}: {error}") from error
+    config = _valid(model_type, where)
     config.architectures = [architecture]
     return config
+
+
+def _valid(model_type: str, where: str) -> PreTrainedConfig:
+    config_cls = CONFIG_MAPPING[model_type]
+    try:
+        return config_cls.from_json_file(where)
+    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where} is not a valid {config_cls.__name__}: {error}") from error
+
+
+def has_other_parts(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model that sees or hears, whose language model is a class of its own."""
+    text = raw.get("text_config")
+    is_class = isinstance(text, dict) and text.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return is_class and raw.get("model_type") in CONFIG_MAPPING
+
+
+def _language_model(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], PreTrainedConfig]:
+    """config.json and config of the language model alone."""
+    whole = _valid(raw["model_type"], where)
+    config = copy.copy(whole.text_config)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.tie_word_embeddings = whole.tie_word_embeddings
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
+    return {key: raw[key] for key in kept if key in raw} | raw["text_config"], config
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_l
 from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.shards import fill, whole
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
-from torchtitan.grpo.model.weight_files import check_headers, not_finite, opened, weight_files
+from torchtitan.grpo.model.weight_files import check_headers, not_finite, weight_files
 from torchtitan.grpo.weight_wire.model_identity import ModelIdentity, identity
 
 
@@ -236,9 +236,9 @@ def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -
     files = weight_files(folder)
     check_headers(files, expected, source.tied, folder)
     with torch.no_grad():
-        for path in files:
-            with opened(path) as file:
-                for hf_name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+        for each in files:
+            with each as file:
+                for hf_name in file.names:
                     if hf_name not in expected:
                         continue
                     row = source.adapter.expert(hf_name)

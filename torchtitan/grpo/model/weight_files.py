@@ -2,22 +2,68 @@
 
 from collections.abc import Container
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.finite import is_finite
-from torchtitan.grpo.model.hf_config import read_json
+from torchtitan.grpo.model.hf_config import has_other_parts, read_json
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes of weights that can be trained, by safetensors' names."""
 
 
-def weight_files(folder: Path) -> list[Path]:
-    index_path = folder / "model.safetensors.index.json"
+class WeightFile:
+    """A safetensors file, by the names of the language model that is in it.
+
+    Args:
+        language_model: Whether the folder's model has other parts, which are then left out.
+
+    Attributes:
+        names: Of its tensors, once it is entered; to each the one in the file.
+    """
+
+    def __init__(self, path: Path, language_model: bool) -> None:
+        self.path, self.name, self._language_model = path, path.name, language_model
+        self.names: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        self._file = safe_open(self.path, framework="pt", device="cpu").__enter__()
+        for name in self._file.keys():  # noqa: SIM118 (it is no dict)
+            if own := _of_language_model(name) if self._language_model else name:
+                self.names[own] = name
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(self.names[name])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(self.names[name])
+
+
+def _of_language_model(name: str) -> str:
+    """Its name in a folder of the language model alone; "" for other parts."""
+    for prefix, own in (
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("lm_head.", "lm_head."),
+    ):
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return ""
+
+
+def weight_files(folder: Path) -> list[WeightFile]:
+    index_path, config_path = folder / "model.safetensors.index.json", folder / "config.json"
+    language_model = config_path.is_file() and has_other_parts(read_json(config_path))
     if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+        return [WeightFile(folder / "model.safetensors", language_model)]
     if not index_path.is_file():
         raise UserError(
             f'[model] hf_assets_path = "{folder}" has neither model.safetensors nor {index_path.name}: download the '
@@ -26,24 +72,20 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index_path} has no weight_map: download it again")
-    return [folder / name for name in sorted(set(map(str, weight_map.values())))]
+    return [WeightFile(folder / name, language_model) for name in sorted(set(map(str, weight_map.values())))]
 
 
-def not_finite(files: list[Path], expected: Container[str], dtype: torch.dtype) -> str:
+def not_finite(files: list[WeightFile], expected: Container[str], dtype: torch.dtype) -> str:
     """Which tensors hold NaN or infinity once they are cast to `dtype`, and in which files. Reads them all."""
     bad = []
-    for path in files:
-        with opened(path) as file:
-            names = [name for name in file.keys() if name in expected]  # noqa: SIM118
-            bad += [f"{name} ({path.name})" for name in names if not is_finite(file.get_tensor(name).to(dtype))]
+    for each in files:
+        with each as file:
+            names = [name for name in file.names if name in expected]
+            bad += [f"{name} ({file.name})" for name in names if not is_finite(file.get_tensor(name).to(dtype))]
     return _some(bad)
 
 
-def opened(path: Path) -> safe_open:
-    return safe_open(path, framework="pt", device="cpu")
-
-
-def check_headers(files: list[Path], expected: dict[str, tuple[int, ...]], tied: bool, folder: Path) -> None:
+def check_headers(files: list[WeightFile], expected: dict[str, tuple[int, ...]], tied: bool, folder: Path) -> None:
     """Check the files by their headers and sizes.
 
     Args:
@@ -55,18 +97,18 @@ def check_headers(files: list[Path], expected: dict[str, tuple[int, ...]], tied:
     """
     found: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
-    missing_files = [path.name for path in files if not path.is_file()]
+    missing_files = [file.name for file in files if not file.path.is_file()]
     broken = [f"missing: {_some(missing_files)} (model.safetensors.index.json names them)"] if missing_files else []
-    for path in files:
-        if path.name in missing_files:
+    for each in files:
+        if each.name in missing_files:
             continue
         try:
-            with opened(path) as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            with each as file:
+                slices = {name: file.get_slice(name) for name in file.names}
                 found |= {name: tuple(each.get_shape()) for name, each in slices.items()}
                 dtypes |= {name: each.get_dtype() for name, each in slices.items() if name in expected}
         except (SafetensorError, OSError) as error:
-            broken.append(f"{path.name} is truncated or not a safetensors file ({error})")
+            broken.append(f"{each.name} is truncated or not a safetensors file ({error})")
     if broken:
         raise UserError(
             f"[model] hf_assets_path: the weights in {folder} are torn: {'; '.join(broken[:8])}. Download them again"

@@ -39,6 +39,11 @@ class ModelIdentity:
     name: str
     config: dict[str, Any]
 
+    @property
+    def has_other_parts(self) -> bool:
+        """It sees or hears, by the name of its class."""
+        return any(str(name).endswith("ForConditionalGeneration") for name in self.config.get("architectures", ()))
+
     def differing(self, other: "ModelIdentity") -> list[str]:
         """The entries that both know and that are not equal."""
         return [
