@@ -1,5 +1,6 @@
 """GRPO with a mixture of experts: two ranks with half of the experts each, and an embedded server that gets all."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.helpers import TINY_QWEN3
+from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import embedded_server, train, without_times
+
+HELPERS = ROOT / "tests" / "helpers"
 
 
 @pytest.fixture
@@ -66,6 +70,15 @@ def test_adapters_of_the_attention(folder, tmp_path):
         lines = run(folder, tmp_path / "run", url, 1, **keys)
     assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines)
     assert lines[0]["policy/kl"] == 0 and lines[1]["policy/kl"] > 1e-5, "the reference is the base"
+
+
+def test_compiled_experts_of_two_ranks_have_the_gradients_of_eager_ones(folder, tmp_path):
+    """With every activation checkpointing. Each exchanges rows with the other rank, forwards and backwards."""
+    out = tmp_path / "out"
+    Ranks(2, HELPERS / "compiled_experts.py", folder, out, log=tmp_path / "log").check()
+    found = json.loads(out.read_text())
+    assert sum("router" in name for name in found) == 3 * 2
+    assert {name: value for name, value in found.items() if not value < 0.01} == {}
 
 
 def without_checkpoint(line: dict) -> dict:

@@ -244,7 +244,7 @@ class Rollout:
     sleep_while_training: Annotated[bool, Needs("rollout.colocate")] = False
     """The server gives up the memory of its weights, keys and values while the trainer trains, and
     takes it again for the next update. So each side may have almost the whole GPU in turn. For sync runs of all
-    weights: docs/colocate.md."""
+    weights and one trainer process: docs/colocate.md."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64), Needs("rollout.replicas"), _OTHER_ENGINE] = 1
     """GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
     server_python: Annotated[str, Needs("rollout.replicas"), _OTHER_ENGINE] = ""
@@ -326,9 +326,9 @@ class Rollout:
 class WeightSync:
     transport: Annotated[str, ("auto", *TRANSPORTS)] = "auto"
     """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a server on rank 0's GPU; ipc with
-    `rollout.colocate`; disk for adapters to SGLang. Set `ipc` for vLLM or embedded servers on the trainer's own GPU
-    (on CPU: its machine), which then read the trainer's memory, and `disk` for servers that can join no process
-    group."""
+    `rollout.colocate`, and nccl to servers on other ranks' GPUs; disk for adapters to SGLang. Set `ipc` for vLLM or
+    embedded servers on the trainer's own GPU (on CPU: its machine), which then read the trainer's memory, and `disk`
+    for servers that can join no process group."""
     disk_folder: Annotated[str, Needs("weight_sync.transport", "disk")] = ""
     """Where the run makes a folder for the newest version, at one path for trainer and
     servers. Runs may share it. Empty: /dev/shm, for servers on this machine. Old versions are removed."""

@@ -156,10 +156,20 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
             f"[rollout] colocate = true is for the trainer processes of one machine, and {trainers} of this run's "
             f"{world_size} are here: start them on one, or set [rollout] replicas, for servers with GPUs of their own"
         )
+    elif rollout.colocate and 0 < gpus < trainers:
+        yield (
+            f"[rollout] colocate = true is a server on the GPU of each trainer process, and this machine has {gpus} "
+            f"for {trainers}: start {gpus}"
+        )
     elif rollout.colocate and rollout.replicas != max(1, world_size):
         yield (
             f"[rollout] colocate = true is a server on the GPU of each trainer process, of which this run has "
             f"{world_size}, and [rollout] replicas = {rollout.replicas}: leave replicas out"
+        )
+    if rollout.sleep_while_training and world_size > 1:
+        yield (
+            f"[rollout] sleep_while_training = true is for one trainer process, and this run has {world_size}: leave "
+            "it out, and lower [rollout] memory_share"
         )
     shares = shares_gpu(config, gpus, trainers)
     if transport == "ipc" and gpus and rollout.replicas and not shares:

@@ -47,9 +47,18 @@ BESIDE_BYTES = 5 << 29
 """Of a GPU that a trainer and a server share: CUDA's contexts, libraries and graphs, which neither side counts."""
 
 
-def trainer_bytes(memory_share: float, memory_bytes: int) -> int:
+RECEIVED_BYTES = 3 << 30
+"""The same, if other ranks have servers too: buckets that one receives over NCCL, and NCCL's own memory."""
+
+
+def beside_bytes(servers: int) -> int:
+    """What neither a trainer nor the server on its GPU counts, in a run with so many colocated servers."""
+    return BESIDE_BYTES + (RECEIVED_BYTES if servers > 1 else 0)
+
+
+def trainer_bytes(memory_share: float, memory_bytes: int, servers: int = 1) -> int:
     """What a trainer may take of a GPU beside a server with `[rollout] memory_share`. It can be negative."""
-    return int(memory_bytes * (1 - memory_share)) - BESIDE_BYTES
+    return int(memory_bytes * (1 - memory_share)) - beside_bytes(servers)
 
 
 def find_target(name: str, config: JobConfig) -> Target:

@@ -12,7 +12,7 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.tables import longest_tokens
-from torchtitan.grpo.config.target import BESIDE_BYTES, Target, this_machine, trainer_bytes
+from torchtitan.grpo.config.target import Target, beside_bytes, this_machine, trainer_bytes
 from torchtitan.grpo.dry_run.memory import Memory, memory_bytes
 from torchtitan.grpo.errors import UserError
 
@@ -64,7 +64,7 @@ def shared_gpu(config: JobConfig, memory: Memory, target: Target) -> SharedGpu:
 
     args = resolve_model(config.model, config.training.seq_len, config.lora).model_args
     share, total, needs = config.rollout.memory_share, target.memory_bytes, memory.total(memory.peak)
-    sleeps, left = config.rollout.sleep_while_training, trainer_bytes(share, total)
+    sleeps, left = config.rollout.sleep_while_training, trainer_bytes(share, total, config.rollout.replicas)
     shared = SharedGpu(
         total,
         int(total * share),
@@ -112,7 +112,7 @@ def shared_gpu_lines(config: JobConfig, memory: Memory, target: Target) -> list[
     shared = shared_gpu(config, memory, target)
     rows = {
         "the server's share": shared.server,
-        "CUDA, of both processes": BESIDE_BYTES,
+        "CUDA, of both processes": beside_bytes(config.rollout.replicas),
         "left for the trainer": shared.left,
     }
     if config.rollout.sleep_while_training:

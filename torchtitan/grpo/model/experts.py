@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -72,7 +71,7 @@ class Experts(GroupedExperts):
         """
         matrices = tuple(local(w) for w in (self.w1, self.w2, self.w3))
         if x.shape[0] == 0:  # no token chose an expert of this rank. Other ranks wait for its gradients, which are zero
-            return x + 0 * sum(w.sum() for w in matrices)
+            return x + 0 * (weights.sum() + sum(w.sum() for w in matrices))
         return self.compute(x, counts, weights, *matrices)
 
     @staticmethod
@@ -147,9 +146,9 @@ class MoE(nn.Module):
         dist.all_to_all_single(received, counts, group=group)
         received = received.view(size, -1)
         to_rank, from_rank = torch.stack([counts.view(size, -1).sum(1), received.sum(1)]).tolist()
-        rows = all_to_all_single_autograd(rows, from_rank, to_rank, group)
-        weights = all_to_all_single_autograd(weights, from_rank, to_rank, group)
-        return all_to_all_single_autograd(self.experts(rows, received, weights), to_rank, from_rank, group)
+        rows = _Exchange.apply(rows, from_rank, to_rank, group)
+        weights = _Exchange.apply(weights, from_rank, to_rank, group)
+        return _Exchange.apply(self.experts(rows, received, weights), to_rank, from_rank, group)
 
     def init_weights(self, init_std: float, buffer_device: torch.device | None = None) -> None:
         self.experts.init_weights(init_std)
@@ -228,6 +227,25 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (order,) = ctx.saved_tensors
         return grads[0].index_select(0, order // ctx.top_k), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows go to the ranks of a group, in order: `to_rank[i]` of them to rank i, from which `from_rank[i]` come.
+
+    torch's own operator gives a tensor that is waited for later. Behind FSDP2's hooks, a compiled graph of torch 2.13
+    takes that for one without a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, from_rank: list[int], to_rank: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = to_rank, from_rank, group
+        received = rows.new_empty(sum(from_rank), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), from_rank, to_rank, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.forward(ctx, grads[0], *ctx.back), None, None, None
 
 
 class _Permute(torch.autograd.Function):

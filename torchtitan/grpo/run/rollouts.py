@@ -77,7 +77,6 @@ class Absent:
 
     def start(self, own_servers: OwnServers) -> None:
         """Start the servers of `[rollout] replicas`: they load while the trainer loads its own weights."""
-        self.own_servers = own_servers
         own_servers.start(None)
 
     def connect(self, ledger: Ledger, layout: Layout, metrics: MetricsLogger, newest: Callable[[], int]) -> None:
@@ -90,8 +89,7 @@ class Absent:
         """
 
     def sleep(self) -> None:
-        """The trainer needs the memory of servers on its GPU, see `OwnServers.sleep`."""
-        self.own_servers.sleep()
+        """The trainer needs the memory of a server on its GPU, see `OwnServers.sleep`."""
 
     def pairs(self) -> list[Buffer] | None:
         """The next batch of the warm start: prompts with their reference answers, packed, by data rank."""
@@ -103,7 +101,6 @@ class Absent:
         Raises:
             EngineError, FleetError, StopRequested, UserError: See `RolloutStream.take`.
         """
-        self.sleep()
         shares: list[list[Buffer] | None] = [None] * rollout_processes(self.config)
         return Taken([], [], {}, [shares] * self.config.grpo.minibatches, (), {})
 

@@ -26,7 +26,7 @@ class OwnServers:
         own = OwnServers(config, device, trainers_here, meet)
         own.start(write_model)                               # servers load while the trainer loads
         fleet = own.fleet(make)                              # rank 0 alone, once all are healthy
-        own.sleep()                                          # before each step of training
+        own.sleep()                                          # rank 0 alone, before each step of training
         own.make_room(optimizers)                            # after it
         own.close()
 
@@ -116,16 +116,16 @@ class OwnServers:
         return fleet
 
     def sleep(self) -> None:
-        """With `[rollout] sleep_while_training`: the trainer needs the servers' memory. Rank 0 has them sleep.
+        """With `[rollout] sleep_while_training`: the trainer needs the server's memory. For rank 0.
 
         A server that does not sleep is suspected. The update that follows wakes it up (`link.ServerLink`). One that
         dies meanwhile starts again when the trainer has made room.
         """
-        if not self._config.rollout.sleep_while_training:
+        if self._fleet is None or not self._config.rollout.sleep_while_training:
             return
         if isinstance(self._kept, Supervisor):
             self._kept.may_restart.clear()
-        for server in self._fleet.servers if self._fleet is not None else ():
+        for server in self._fleet.servers:
             if not server.lost:
                 try:
                     server.control.sleep()
@@ -139,14 +139,13 @@ class OwnServers:
         return self._config.rollout.colocate and self._gpus > 0 and isinstance(kept, Supervisor) and url != kept.urls[0]
 
     def make_room(self, optimizers: OptimizersContainer) -> None:
-        """With `[rollout] sleep_while_training`: free what only the update needed. The servers wake up next."""
+        """With `[rollout] sleep_while_training`: free what only the update needed. The server wakes up next."""
         if not self._config.rollout.sleep_while_training:
             return
         optimizers.zero_grad()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._hold_trainer(self._config.rollout.memory_share)
-        self._meet()
         if isinstance(self._kept, Supervisor):
             self._kept.may_restart.set()
 
@@ -154,7 +153,7 @@ class OwnServers:
         """Hold torch's allocator to what the server's share of the GPU leaves."""
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
-            own = trainer_bytes(server_share, total)
+            own = trainer_bytes(server_share, total, self._config.rollout.replicas)
             torch.cuda.set_per_process_memory_fraction(max(0.0, own / total), self._device)
 
     def close(self) -> None:
