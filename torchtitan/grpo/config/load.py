@@ -117,10 +117,8 @@ def load_config(
     rollout = config.rollout
     unnamed = COMMANDS[rollout.engine].bundled and not (rollout.urls or rollout.urls_file)
     if job == "grpo" and not rollout.replicas and (rollout.colocate or unnamed):
-        # A server on the GPU of each trainer process.
-        rollout.replicas = (
-            max(1, planned_ranks(config) if world_size is None else world_size) if rollout.colocate else 1
-        )
+        ranks = planned_ranks(config) if world_size is None else world_size
+        rollout.replicas = max(1, ranks) if rollout.colocate else 1  # a server on the GPU of each trainer process
     rollout.urls = [url.rstrip("/") for url in rollout.urls]
     fill_tables(config)
     _raise(check_ranges(config), path)
