@@ -115,6 +115,24 @@ def passes(model: nn.Module, parameters: list[nn.Parameter], rows: list[Microbat
     return found
 
 
+@pytest.fixture
+def repeats(monkeypatch) -> Iterator[None]:
+    """Runs repeat to the bit. With `warn_only`, torch's FlashAttention 2 adds gradients in any order nevertheless."""
+    backward = torch.ops.aten._flash_attention_backward
+
+    def in_order(*args, **kwargs):
+        torch.use_deterministic_algorithms(True)
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", in_order)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def late_copies(monkeypatch) -> None:
     """Each copy begins a millisecond or two after it could."""
     after_compute = CopyStream.after_compute
@@ -129,25 +147,21 @@ def late_copies(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eager", "compiled", "adapters", "transformers", "compiled transformers adapters"])
-def test_steps_are_bitwise_the_same_however_late_the_copies(folder, kind, monkeypatch):
+def test_steps_are_bitwise_the_same_however_late_the_copies(folder, kind, repeats, monkeypatch):
     torch._dynamo.reset()
     model, parameters = build(folder, kind)
     rows = make_rows(shorter="compiled" not in kind)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward pass adds in any order else
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(block_inputs, "LEAST_BYTES", 1 << 60)  # none leaves
-            passes(model, parameters, rows)
-            expected, again = passes(model, parameters, rows), passes(model, parameters, rows)
-        assert model.block_inputs.metrics()["offload/activations_in_s"] == 0
-        assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True)), "no run repeats, even without it"
-        found = passes(model, parameters, rows)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        late_copies(monkeypatch)
-        late = passes(model, parameters, rows)
-        assert all(torch.equal(a, b) for a, b in zip(late, expected, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with monkeypatch.context() as patched:
+        patched.setattr(block_inputs, "LEAST_BYTES", 1 << 60)  # none leaves
+        passes(model, parameters, rows)
+        expected, again = passes(model, parameters, rows), passes(model, parameters, rows)
+    assert model.block_inputs.metrics()["offload/activations_in_s"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True)), "no run repeats, even without it"
+    found = passes(model, parameters, rows)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    late_copies(monkeypatch)
+    late = passes(model, parameters, rows)
+    assert all(torch.equal(a, b) for a, b in zip(late, expected, strict=True))
     assert len(expected) > 3 and all(values.isfinite().all() for values in expected)
     figures = model.block_inputs.metrics()
     print(kind, figures)

@@ -24,7 +24,8 @@ TORCHTITAN_TEXTS: dict[str, str] = {
     "compile.enable": "Compile the model's blocks. CUDA only.",
     "validation.enable": "Measure pass rates on held-out prompts during the run.",
     "debug.deterministic": "Use deterministic algorithms, which may be slower.",
-    "debug.deterministic_warn_only": "Warn about operations that have no deterministic algorithm, and use them.",
+    "debug.deterministic_warn_only": "Warn about operations that have no deterministic algorithm, and use them. "
+    "FlashAttention 2's backward pass is one of them then.",
 }
 
 
