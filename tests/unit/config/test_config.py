@@ -22,6 +22,7 @@ from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.config.keys import check_ranges, keys
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine, default_to_one_process, one_cpu_thread, raise_file_limit
+from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.torchtitan_keys import TORCHTITAN_TEXTS
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.dry_run.describe import describe
@@ -970,3 +971,10 @@ def test_a_configuration_is_frozen_and_a_copy_has_other_values():
         copy.training.steps = 8
     assert pickle.loads(pickle.dumps(config.rollout)) == config.rollout
     JobConfig().training.steps = 8  # others of its classes are as before
+
+
+def test_a_colocated_run_of_more_ranks_is_read_by_fewer(tmp_path):
+    config = load_config([*MODEL, "--rollout.colocate"], world_size=2)
+    (tmp_path / "config.toml").write_text("\n".join(toml_lines(config)))
+    alone = load_config(["--job.config_file", str(tmp_path / "config.toml")], world_size=1)
+    assert (config.rollout.replicas, alone.rollout.replicas) == (2, 1)

@@ -26,6 +26,8 @@ def resolved(config: JobConfig) -> dict[str, Any]:
     """Value of every key with an effect, by path (`grpo.group_size`), as JSON values. Ids of the hub have commits."""
     values = {key.path: attrgetter(key.path)(config) for key in honoured_keys() if key.path not in NOT_IN_A_FILE}
     values |= {path: named(values[path]) for path in HUB_KEYS if path in values}
+    if config.rollout.colocate:
+        values["rollout.replicas"] = 0  # as many as the run that reads it has trainer processes
     return values | {path: [table.given for table in values[path]] for path in TABLES}
 
 
