@@ -99,6 +99,7 @@ SEES = dict(
 )
 WITH_VISION: dict[str, dict] = {
     "gemma3": dict(mm_tokens_per_image=4, vision_config=SEES),
+    "llava": dict(vision_config=SEES | dict(model_type="clip_vision_model")),
     "mistral3": dict(vision_config=SEES | dict(model_type="pixtral", head_dim=16)),
     "qwen3_5": dict(
         vision_config=dict(
@@ -109,12 +110,13 @@ WITH_VISION: dict[str, dict] = {
 """model_type of a model with a vision tower: what its config has beside its `text_config`."""
 
 
-@pytest.mark.parametrize("prefix", ["", "model.language_model."], ids=["as saved", "renamed"])
-@pytest.mark.parametrize("kind", WITH_VISION)
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [*((kind, "") for kind in WITH_VISION), ("gemma3", "model.language_model.")]
+)
 def test_a_model_that_sees_trains_as_its_language_model(kind, prefix, tmp_path):
     """It computes what the whole model does of text. What is exported is the language model alone."""
     torch.manual_seed(1)
-    text = "mistral" if kind == "mistral3" else f"{kind}_text"
+    text = {"llava": "llama", "mistral3": "mistral"}.get(kind, f"{kind}_text")
     own = SHAPE | KINDS[text] | {"model_type": text, "sliding_window": None if kind == "mistral3" else 8}
     config = CONFIG_MAPPING[kind](text_config=own, **WITH_VISION[kind])
     reference = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()

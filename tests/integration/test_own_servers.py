@@ -77,7 +77,7 @@ def test_a_colocated_server_reads_the_trainers_memory_and_comes_back(tmp_path):
         run.wait_until_gone(10)
 
 
-def test_each_rank_has_a_colocated_server_which_reads_the_trainers_memory(tmp_path):
+def test_each_rank_has_a_colocated_server(tmp_path):
     lines = train(tmp_path, {"--rollout.colocate": None, "--rollout.min_servers": "2"}, ranks=2, own_server=True)
     assert [line["sync/servers_in_traffic"] for line in lines] == [2, 2, 2]
     assert all(line["policy/mismatch_abs"] < 1e-5 for line in lines)
