@@ -93,7 +93,10 @@ class Trainer(Run):
     def begin(self) -> None:
         """Resume, or warm start. Publish the first weights."""
         if self.resume() == 0:
-            self.rollouts.sleep()
+            with self.ending.rank0_alone():
+                self.rollouts.sleep()
+            self.broadcast.barrier()
+            self.own_servers.take_memory()
             self.warm_start()
             self.policy.keep_reference()
         self.policy.offload.settle()
@@ -140,10 +143,11 @@ class Trainer(Run):
         ahead = step > self.step
         with self.ending.rank0_alone():
             taken = self.rollouts.take(step)
-        if not ahead:  # ahead, this step's activations may still need the memory
-            self.policy.offload.prefetch()
         with self.ledger.stage("pack"):
             rewards, servers = self.broadcast.json([taken.rewards, taken.servers])
+            self.own_servers.take_memory()
+            if not ahead:  # ahead, this step's activations may still need the memory
+                self.policy.offload.prefetch()
             minibatches = [self.own_rows(*shares) for shares in taken.minibatches]
             metrics = taken.metrics | {"pack/ahead": float(ahead)}
             metrics |= self.usage.work(*taken.documents) if taken.documents else {}

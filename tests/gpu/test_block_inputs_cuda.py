@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch._inductor.compile_fx  # noqa: F401  it looks the operator up that `repeats` replaces
+import torch._inductor.compile_fx
 import torch.distributed as dist
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM

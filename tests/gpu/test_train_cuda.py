@@ -40,11 +40,14 @@ def test_weights_go_over_nccl_to_a_server_on_its_own_gpu(tmp_path):
 
 
 @TWO_GPUS
-def test_two_ranks_with_a_server_on_each_gpu(tmp_path):
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_two_ranks_with_a_server_on_each_gpu(sleeps, tmp_path):
     """One gets its weights by CUDA IPC, the other over NCCL."""
-    lines = train(tmp_path, BF16 | {"--rollout.colocate": None}, 2, own_server=True)
+    flags = BF16 | {"--rollout.colocate": None} | ({"--rollout.sleep_while_training": None} if sleeps else {})
+    lines = train(tmp_path, flags, 2, own_server=True)
     checked(lines)
     assert all(line["sync/servers_in_traffic"] == 2 for line in lines)
+    assert all(len([name for name in line if name.endswith("/wake_s")]) == 2 * sleeps for line in lines)
 
 
 @TWO_GPUS

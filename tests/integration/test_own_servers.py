@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.helpers import TINY_QWEN3
 from tests.helpers.ranks import Ranks
 from tests.helpers.servers import server_pids
-from tests.helpers.trainer_runs import attempt, endless, environment, processes_of, steps, train
+from tests.helpers.trainer_runs import attempt, endless, environment, processes_of, steps
 
 REPLICAS: dict[str, str | None] = {
     "--rollout.replicas": "2",
@@ -77,10 +77,27 @@ def test_a_colocated_server_reads_the_trainers_memory_and_comes_back(tmp_path):
         run.wait_until_gone(10)
 
 
-def test_each_rank_has_a_colocated_server(tmp_path):
-    lines = train(tmp_path, {"--rollout.colocate": None, "--rollout.min_servers": "2"}, ranks=2, own_server=True)
-    assert [line["sync/servers_in_traffic"] for line in lines] == [2, 2, 2]
-    assert all(line["policy/mismatch_abs"] < 1e-5 for line in lines)
+def test_each_rank_has_a_colocated_server_and_all_sleep_in_step(tmp_path):
+    """One is killed, and comes back: no step has a server that is awake, or that was not fed."""
+    flags = {"--rollout.colocate": None, "--rollout.sleep_while_training": None, "--checkpoint.no-enable": None}
+    with endless(tmp_path / "run", flags, ranks=2) as run:
+        servers = server_pids(run.folder)
+        assert len(servers) == 2
+        os.kill(servers[1], signal.SIGKILL)
+
+        def is_back() -> bool:
+            last = steps(run.folder)[-1]
+            return last["sync/servers_restarted"] == 1 and last["sync/servers_in_traffic"] == 2
+
+        run.wait_for("it to be back", is_back)
+        known = len(steps(run.folder))
+        run.wait_for("further steps", lambda: len(steps(run.folder)) >= known + 3)
+        lines = steps(run.folder)
+        assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines)
+        for line in lines[known:]:
+            assert len([name for name in line if name.endswith("/wake_s")]) == line["sync/servers_in_traffic"] == 2
+        run.process.kill()
+        run.wait_until_gone(10)
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_log(tmp_path):

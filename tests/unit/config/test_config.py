@@ -763,7 +763,7 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
         (["--rollout.colocate"], 2, 2, ()),
         (["--rollout.colocate", "--rollout.replicas", "1"], 2, 2, ("this run has 2", "leave replicas out")),
         (["--rollout.colocate"], 4, 2, ("this machine has 2 for 4: start 2",)),
-        (["--rollout.colocate", "--rollout.sleep_while_training"], 2, 2, ("for one trainer process", "memory_share")),
+        (["--rollout.colocate", "--rollout.sleep_while_training"], 2, 2, ()),
         (["--weight_sync.transport", "ipc", "--rollout.replicas", "1"], 1, 2, ()),
         (["--weight_sync.transport", "ipc", "--rollout.replicas", "2"], 1, 3, ("ipc", "replicas = 2 puts them")),
         (["--parallelism.tensor_parallel_degree", "2"], 4, 5, ()),

@@ -1,5 +1,9 @@
-"""Which commands `[rollout] replicas` stands for."""
+"""Which commands `[rollout] replicas` stands for, and when the servers sleep."""
 
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,11 +14,16 @@ from tests.helpers import TINY_QWEN3
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine, shares_gpu
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import ALL_LINEAR, SglangCommand, VllmCommand, visible_devices
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.servers.__main__ import parse_arguments, planned
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.servers.plan import plan_lines, planned_servers
+from torchtitan.grpo.servers.state import ServerState
 from torchtitan.grpo.servers.supervisor import Supervisor
 
 
@@ -264,3 +273,42 @@ def test_the_command_counts_gpus_from_the_first_and_passes_flags_on():
 def test_devices_count_among_the_visible_ones():
     assert visible_devices([0, 2], {}) == "0,2"
     assert visible_devices([1, 2], {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}) == "GPU-b,GPU-c"
+
+
+@pytest.mark.parametrize("case", ["fed late", "never fed", "does not sleep", "down", "stopped"])
+def test_no_step_begins_before_each_server_serves_its_weights_and_is_asleep(case):
+    config = configured("--rollout.colocate", "--rollout.sleep_while_training")
+    config.rollout.start_timeout_seconds = 0.5 if case == "never fed" else 30.0
+    own = OwnServers(config, torch.device("cpu"), 2)
+    fleet = Fleet(["http://a:1", "http://b:2"], lambda url: Server(url, Mock(spec=HttpControl)))
+    first, second = fleet.servers
+    states = {server.url: ServerState(server.url, healthy=True) for server in fleet.servers}
+    kept = Mock(spec=Supervisor, may_restart=threading.Event())
+    type(kept).states = property(lambda _: list(states.values()))
+
+    def end(url: str, why: str) -> None:
+        assert not kept.may_restart.is_set()
+        states[url] = replace(states[url], healthy=False, down=True, why=why)
+
+    kept.end = end
+    own._fleet, own._kept = fleet, kept
+    fleet.admit(first, 3)
+    fleet.admit(second, 2)
+    if case == "does not sleep":
+        second.control.sleep.side_effect = EngineError("no reply")
+    elif case == "down":
+        states[second.url] = replace(states[second.url], healthy=False, down=True)
+    if case != "never fed":
+        threading.Timer(0.3, own.stop if case == "stopped" else lambda: fleet.admit(second, 3)).start()
+    began = time.monotonic()
+    with pytest.raises(StopRequested) if case == "stopped" else nullcontext():
+        own.sleep(3)
+    assert (time.monotonic() - began > 0.25) == (case != "down")
+    slept = [server.control.sleep.called for server in fleet.servers]
+    assert slept == [case != "stopped", case in ("fed late", "does not sleep")]
+    why = {"never fed": "did not serve weights of version 3 in time", "does not sleep": "does not sleep: no reply"}
+    assert states[second.url].why == why.get(case, "")
+    if case != "stopped":
+        assert not kept.may_restart.is_set()
+        own.make_room(Mock())
+        assert kept.may_restart.is_set()

@@ -155,8 +155,24 @@ def test_a_server_that_ends_while_others_use_its_memory_starts_when_they_are_don
     keeps.may_restart.clear()
     os.kill(server_pids(tmp_path)[0], signal.SIGKILL)
     until("noticed again", lambda: keeps.states[0].ends == 2)
+    assert keeps.states[0].down
     keeps.close()
     assert not any(thread.name == "server 0" for thread in threading.enumerate())
+
+
+def test_a_server_that_is_told_to_end_is_down_then_and_starts_again(supervise, tmp_path):
+    keeps = supervise("plain")
+    keeps.wait_healthy()
+    (pid,) = server_pids(tmp_path)
+    keeps.may_restart.clear()
+    keeps.end(keeps.urls[0], "does not sleep")
+    (state,) = keeps.states
+    assert state.down and not state.healthy and state.why == "server 0 does not sleep"
+    assert server_pids(tmp_path) == []
+    keeps.end(keeps.urls[0], "once more")  # has no effect
+    keeps.may_restart.set()
+    keeps.wait_healthy()
+    assert keeps.restarts == 1 and not keeps.states[0].down and server_pids(tmp_path) != [pid]
 
 
 def test_a_guard_that_is_killed_leaves_no_server_behind(supervise, tmp_path):

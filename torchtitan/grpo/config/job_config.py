@@ -244,7 +244,7 @@ class Rollout:
     sleep_while_training: Annotated[bool, Needs("rollout.colocate")] = False
     """The server gives up the memory of its weights, keys and values while the trainer trains, and
     takes it again for the next update. So each side may have almost the whole GPU in turn. For sync runs of all
-    weights and one trainer process: docs/colocate.md."""
+    weights: docs/colocate.md."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64), Needs("rollout.replicas"), _OTHER_ENGINE] = 1
     """GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
     server_python: Annotated[str, Needs("rollout.replicas"), _OTHER_ENGINE] = ""

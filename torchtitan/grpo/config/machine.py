@@ -166,11 +166,6 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
             f"[rollout] colocate = true is a server on the GPU of each trainer process, of which this run has "
             f"{world_size}, and [rollout] replicas = {rollout.replicas}: leave replicas out"
         )
-    if rollout.sleep_while_training and world_size > 1:
-        yield (
-            f"[rollout] sleep_while_training = true is for one trainer process, and this run has {world_size}: leave "
-            "it out, and lower [rollout] memory_share"
-        )
     shares = shares_gpu(config, gpus, trainers)
     if transport == "ipc" and gpus and rollout.replicas and not shares:
         yield (

@@ -73,7 +73,7 @@ def shared_gpu(config: JobConfig, memory: Memory, target: Target) -> SharedGpu:
         needs,
         memory.kept if sleeps else needs,
         left,
-        trainer_bytes(0.0, total) if sleeps else left,
+        trainer_bytes(0.0, total, config.rollout.replicas) if sleeps else left,
     )
     longest = longest_tokens(config)
     if shared.tokens < longest:

@@ -88,8 +88,8 @@ class Absent:
             newest: The newest version that a server can have.
         """
 
-    def sleep(self) -> None:
-        """The trainer needs the memory of a server on its GPU, see `OwnServers.sleep`."""
+    def sleep(self, version: int = -1) -> None:
+        """The trainers need the memory of the servers on their GPUs, see `OwnServers.sleep`."""
 
     def pairs(self) -> list[Buffer] | None:
         """The next batch of the warm start: prompts with their reference answers, packed, by data rank."""
@@ -190,8 +190,8 @@ class Rollouts(Absent):
         self._processes.map(lambda process: process.introduce("connect", *astuple(layout)))
         self._processes.follow(fleet)
 
-    def sleep(self) -> None:
-        self.own_servers.sleep()
+    def sleep(self, version: int = -1) -> None:
+        self.own_servers.sleep(version)
 
     def pairs(self) -> list[Buffer]:
         replies = self._processes.call("pairs")
@@ -204,7 +204,7 @@ class Rollouts(Absent):
     def take(self, step: int) -> Taken:
         with self.ledger.stage("rollout"):
             shares, metrics = self._shares(step)
-            self.sleep()
+            self.sleep(step - 1)
         taken = Taken([], [], {}, [[] for _ in range(self.config.grpo.minibatches)], ([], [], 0), metrics)
         seconds, chosen = Counter[str](), self._chosen.setdefault(step, [])
         for (rewards, advantages, taken.servers, documents, sizes, spent_s, own_chosen), rows in shares:
@@ -277,6 +277,7 @@ class Rollouts(Absent):
 
     def stop(self) -> None:
         self._processes.stop()
+        self.own_servers.stop()
 
     def progress(self) -> object:
         return self._processes.losses, self._processes.scored

@@ -70,14 +70,16 @@ class KeptServer(threading.Thread):
     Attributes:
         healthy: It has answered its health route since its last start.
         given_up: Why it stays down, "" before.
+        down: It has ended, and has not been started again.
+        unwanted: Why it is to end, "" if it is not.
     """
 
     def __init__(self, supervisor: "Supervisor", launch: Launch, log_path: Path) -> None:
         super().__init__(name=f"server {launch.name}", daemon=True)
         self.launch, self.log_path = launch, log_path
         self.restarts = self.ends = 0
-        self.healthy = False
-        self.why = self.given_up = ""
+        self.healthy = self.down = False
+        self.why = self.given_up = self.unwanted = ""
         self.process: subprocess.Popen | None = None
         self._supervisor = supervisor
         self._restarts = Restarts()
@@ -105,7 +107,7 @@ class KeptServer(threading.Thread):
             self._reserved.close()
 
     def state(self) -> ServerState:
-        return ServerState(self.url, self.healthy, self.restarts, self.ends, self.why, self.given_up)
+        return ServerState(self.url, self.healthy, self.restarts, self.ends, self.why, self.given_up, self.down)
 
     def may_return(self, lost_at: float) -> bool:
         if self.given_up or self._supervisor.closing.is_set():
@@ -118,7 +120,8 @@ class KeptServer(threading.Thread):
             self._keep()
         except Exception as error:
             logger.exception("server %s is left alone", self.launch.name)
-            self._set(healthy=False, given_up=f"server {self.launch.name} ({self.url}) is left alone: {error!r}")
+            why = f"server {self.launch.name} ({self.url}) is left alone: {error!r}"
+            self._set(healthy=False, down=True, given_up=why)
 
     def _keep(self) -> None:
         closing, has_served = self._supervisor.closing, False
@@ -130,7 +133,7 @@ class KeptServer(threading.Thread):
             if closing.is_set():
                 return
             has_served = has_served or self.healthy
-            self._set(healthy=False, ends=self.ends + 1, why=f"server {self.launch.name} {why}")
+            self._set(healthy=False, down=True, unwanted="", ends=self.ends + 1, why=f"server {self.launch.name} {why}")
             self._supervisor.on_end(self.url, self.why)
             if problem := self._restarts.ended() or ("" if has_served else "before it served"):
                 said = f"server {self.launch.name} ({self.url}) {why} {problem}"
@@ -148,12 +151,15 @@ class KeptServer(threading.Thread):
             )
             if closing.wait(pause_s):
                 return
-            while not self._supervisor.may_restart.wait(_AGAIN_S):
+            while self.down:
                 if closing.is_set():
                     return
-            with self._supervisor.changed:
-                self.restarts += 1
-                self._supervisor.restarts += 1
+                self._supervisor.may_restart.wait(_AGAIN_S)
+                with self._supervisor.changed:
+                    if self._supervisor.may_restart.is_set():  # whoever clears it sees this server starting, or down
+                        self.down = False
+                        self.restarts += 1
+                        self._supervisor.restarts += 1
 
     def _serve(self) -> str:
         """Start the server and look after it until it ends. Returns why it did; "" if it was closed."""
@@ -165,6 +171,8 @@ class KeptServer(threading.Thread):
             while not self._supervisor.closing.wait(_END_POLL_S):
                 if not self._runs():
                     return f"ended with {self._how_it_ended()}"
+                if self.unwanted:
+                    return self.unwanted
                 if time.monotonic() < ask_at:
                     continue
                 why = _ill(control)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +15,13 @@ from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.config.target import trainer_bytes
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.servers.launched import TOKEN, LaunchedServers
 from torchtitan.grpo.servers.plan import LOG_FOLDER, MODEL_FOLDER, URLS_FILE, reads_files, run_launches
 from torchtitan.grpo.servers.supervisor import Supervisor
+from torchtitan.grpo.weight_wire.transport import in_thread
+
+_LOOK_S = 0.1
 
 
 class OwnServers:
@@ -26,8 +31,9 @@ class OwnServers:
         own = OwnServers(config, device, trainers_here, meet)
         own.start(write_model)                               # servers load while the trainer loads
         fleet = own.fleet(make)                              # rank 0 alone, once all are healthy
-        own.sleep()                                          # rank 0 alone, before each step of training
-        own.make_room(optimizers)                            # after it
+        own.sleep(version)                                   # rank 0 alone, before each step of training
+        own.take_memory()                                    # once rank 0 has returned
+        own.make_room(optimizers)                            # after the step
         own.close()
 
     Args:
@@ -44,6 +50,7 @@ class OwnServers:
         self._config, self._device, self._trainers_here, self._meet = config, device, trainers_here, meet
         self._resources = ExitStack()
         self._kept: Supervisor | LaunchedServers | None = None
+        self._sleeps, self._stopping = rollout.sleep_while_training, False
         self._fleet: Fleet | None = None
         self.weight_sync = config.weight_sync
         self._gpus = torch.cuda.device_count() if device.type == "cuda" else 0
@@ -115,23 +122,54 @@ class OwnServers:
         self._fleet = fleet
         return fleet
 
-    def sleep(self) -> None:
-        """With `[rollout] sleep_while_training`: the trainer needs the server's memory. For rank 0.
+    def sleep(self, version: int = -1) -> None:
+        """With `[rollout] sleep_while_training`: the trainers need the servers' memory. For rank 0.
 
-        A server that does not sleep is suspected. The update that follows wakes it up (`link.ServerLink`). One that
-        dies meanwhile starts again when the trainer has made room.
+        Returns when every server is asleep, or down until the trainers have made room. First, each serves `version`, so
+        none loads or is fed while the trainers have its memory. One that does not come to that, or does not sleep, is
+        ended. It starts again after the step.
+
+        Args:
+            version: -1: no server has weights yet.
+
+        Raises:
+            FleetError: Too few servers are left.
+            StopRequested: `stop` was called.
         """
-        if self._fleet is None or not self._config.rollout.sleep_while_training:
+        if self._fleet is None or not self._sleeps or not isinstance(self._kept, Supervisor):
             return
-        if isinstance(self._kept, Supervisor):
-            self._kept.may_restart.clear()
-        for server in self._fleet.servers:
-            if not server.lost:
-                try:
-                    server.control.sleep()
-                except EngineError as error:
-                    self._fleet.suspect(server, error, "it does not sleep")
-        self._hold_trainer(0.0)
+        kept, deadline = self._kept, time.monotonic() + self._config.rollout.start_timeout_seconds
+        kept.may_restart.clear()
+        while busy := self._busy(kept, version):
+            self._fleet.check()
+            if self._stopping:
+                raise StopRequested
+            if time.monotonic() > deadline:
+                for url in busy:
+                    kept.end(url, f"did not serve weights of version {version} in time")
+                break
+            kept.may_restart.set()  # one that is down comes back now, rather than after the step
+            time.sleep(_LOOK_S)
+            kept.may_restart.clear()
+        downs = {state.url for state in kept.states if state.down}
+        awake = [server for server in self._fleet.servers if server.url not in downs]
+        asleep = [(server.url, in_thread(server.control.sleep, "server-sleep")) for server in awake]
+        for url, slept in asleep:
+            try:
+                slept.result()
+            except EngineError as error:
+                kept.end(url, f"does not sleep: {error}")
+
+    def _busy(self, kept: Supervisor, version: int) -> list[str]:
+        """Servers that run, and do not serve this version yet."""
+        assert self._fleet is not None
+        serve = {server.url for server in self._fleet.servers if version < 0 or server.serves(version)}
+        return [state.url for state in kept.states if not (state.down or (state.healthy and state.url in serve))]
+
+    def take_memory(self) -> None:
+        """With `[rollout] sleep_while_training`: the servers are asleep, and the trainer may have the whole GPU."""
+        if self._sleeps:
+            self._hold_trainer(0.0)
 
     def on_another_gpu(self, url: str) -> bool:
         """Whether CUDA IPC does not reach this server, since it is on another rank's GPU. On rank 0."""
@@ -139,13 +177,17 @@ class OwnServers:
         return self._config.rollout.colocate and self._gpus > 0 and isinstance(kept, Supervisor) and url != kept.urls[0]
 
     def make_room(self, optimizers: OptimizersContainer) -> None:
-        """With `[rollout] sleep_while_training`: free what only the update needed. The server wakes up next."""
-        if not self._config.rollout.sleep_while_training:
+        """With `[rollout] sleep_while_training`: free what only the update needed. Returns when every rank has, and the
+        servers may wake up."""
+        if not self._sleeps:
             return
-        optimizers.zero_grad()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self._hold_trainer(self._config.rollout.memory_share)
+        try:
+            optimizers.zero_grad()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._hold_trainer(self._config.rollout.memory_share)
+        finally:
+            self._meet()  # the others wait, whatever fails here
         if isinstance(self._kept, Supervisor):
             self._kept.may_restart.set()
 
@@ -155,6 +197,10 @@ class OwnServers:
             total = torch.cuda.get_device_properties(self._device).total_memory
             own = trainer_bytes(server_share, total, self._config.rollout.replicas)
             torch.cuda.set_per_process_memory_fraction(max(0.0, own / total), self._device)
+
+    def stop(self) -> None:
+        """From any thread: no step is trained from now on."""
+        self._stopping = True
 
     def close(self) -> None:
         self._resources.close()

@@ -15,6 +15,7 @@ class ServerState:
         restarts, ends: How often it was started again, and how often it has ended.
         why: How it has ended last.
         given_up: Why it stays down, with the end of its log; "" before.
+        down: It has ended, and has not been started again.
     """
 
     url: str = ""
@@ -23,6 +24,7 @@ class ServerState:
     ends: int = 0
     why: str = ""
     given_up: str = ""
+    down: bool = False
 
 
 def write_whole(path: Path, text: str) -> None:

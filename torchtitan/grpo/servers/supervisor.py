@@ -20,6 +20,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torchtitan.grpo.engines.fleet import Keeper
@@ -117,6 +118,14 @@ class Supervisor(Keeper):
         if all(server.given_up for server in self._servers):
             raise UserError(self._servers[-1].given_up)
 
+    def end(self, url: str, why: str) -> None:
+        """End a server. It starts again as one that has ended by itself. Returns when it is down."""
+        with self.changed:
+            for server in self._servers:
+                if server.url == url and not server.down:
+                    server.unwanted, ends = why, server.ends
+                    self.changed.wait_for(partial(_has_ended, server, ends), _CLOSE_S)
+
     def may_return(self, url: str, lost_at: float) -> bool:
         """Whether a server that was lost then is being started again, is about to be, or has just been."""
         return any(server.url == url and server.may_return(lost_at) for server in self._servers)
@@ -159,3 +168,8 @@ class Supervisor(Keeper):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _has_ended(server: KeptServer, ends: int) -> bool:
+    """Since it had ended so often."""
+    return server.ends > ends
