@@ -52,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--warmup", type=positive, help="steps before them (default: the mode's age + 1, at least 4)")
     modes.add_argument("--compile", action="store_true", help="[compile] enable: its first steps take a minute")
     modes.add_argument("--trainers", nargs="+", type=device, default=["0"], metavar="GPU", help="a rank each; or cpu")
-    modes.add_argument("--urls", nargs="+", type=address, required=True, help="running servers of OUT/model")
+    modes.add_argument("--ranks", type=positive, help="on the first of these GPUs (default: one on each)")
+    urls_help = "running servers of OUT/model; without, what follows -- says how the run starts its own"
+    modes.add_argument("--urls", nargs="+", type=address, default=[], help=urls_help)
     modes.add_argument("--devices", type=positive, help="GPUs in all, if servers share one")
     modes.add_argument("--engine", choices=["vllm", "sglang", "embedded"], default="vllm", help="default vllm")
     modes.add_argument("--sequences", type=positive, help="most answers under way at one server")
@@ -81,6 +83,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--bound-s {args.bound_s:g} is negative")
     if "cpu" in args.trainers and len(args.trainers) > 1:
         parser.error("--trainers cpu is one rank")
+    if not args.urls and args.bound_s:
+        parser.error("--bound-s measures the servers of --urls: name them, or set --bound-s 0")
     args.devices = args.devices or len(args.trainers) + len(args.urls)
     return args
 

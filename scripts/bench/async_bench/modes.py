@@ -75,12 +75,11 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "grpo.prompts_per_step": args.prompts,
         "grpo.group_size": args.samples,
         "rollout.engine": args.engine,
-        "rollout.urls": urls,
         "rollout.max_answer_tokens": args.max_answer,
         "rollout.max_concurrent_requests": args.sequences,
         "rollout.request_timeout_seconds": args.run_limit_s,
         "rollout.group_timeout_seconds": args.run_limit_s,
-        "rollout.start_timeout_seconds": 60,
+        "rollout.start_timeout_seconds": 60 if urls else 300,
         "rollout.seeded_requests": "never",  # in every mode: vLLM draws slower with seeds
         "rollout.environment": "async_bench.long_tail:rollout",
         "reward.functions": "async_bench.long_tail:coin",
@@ -91,6 +90,8 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "metrics.samples_per_step": 0,
         "debug.seed": 0,
     }
+    if urls:
+        flags["rollout.urls"] = urls
     if args.compile:
         flags["compile.enable"] = True
     return flags
@@ -200,7 +201,7 @@ def run_mode(mode: str, args: argparse.Namespace, flags: Flags, folder: Path, li
             )
         return line.get("step") == measured[-1]
 
-    error = train(name, flags, args.trainers, run, limit_s, show)
+    error = train(name, flags, args.trainers, run, limit_s, show, args.ranks)
     (run / MEASURED_FILE).write_text(json.dumps({"first": measured[0], "last": measured[-1]}) + "\n")
     return error
 
@@ -218,8 +219,9 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
     lines = compare(rows, bounds)
     out.table("Generation alone, all servers", "sequences tokens_per_s", bounds)
     out.say(f"Lengths: log-normal, mean {args.mean:g}, sigma {args.sigma:g}, at most {args.max_answer} tokens")
-    title = f"Modes: {args.shape}, {args.prompts} x {args.samples} answers a step; {len(args.trainers)} rank(s) and "
-    title += f"{len(args.urls)} server(s) on {args.devices} devices"
+    ranks, servers = args.ranks or len(args.trainers), len(args.urls) or "their own"
+    title = f"Modes: {args.shape}, {args.prompts} x {args.samples} answers a step; {ranks} rank(s) and {servers} "
+    title += f"server(s) on {args.devices} devices"
     out.table(title, MEASURED, rows)
     for line in lines:
         out.say(line)
