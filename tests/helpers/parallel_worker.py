@@ -50,6 +50,7 @@ def train(
     computed: str,
     together: int,
     offload: bool = False,
+    mlp_chunk: int = 0,
 ) -> list[list[float]]:
     """[[loss, gradient norm]] of each step. `together`: how many blocks are one FSDP2 group."""
     parallelize.blocks_together = lambda *_: together
@@ -68,6 +69,7 @@ def train(
     config.activation_checkpoint.mode = checkpointing
     config.activation_checkpoint.selective_ac_option = "matmul"
     config.activation_checkpoint.offload, block_inputs.LEAST_BYTES = offload, 1
+    config.activation_checkpoint.mlp_chunk_tokens = mlp_chunk
     world = dist.get_world_size()
     dims = ParallelDims(replicas, world // (tp * cp) // replicas, cp, tp, 1, ep, 1, world)
     data_rank = dims.get_mesh("batch").get_local_rank() if world // (tp * cp) > 1 else 0

@@ -16,11 +16,11 @@ SHAPE = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=2, num_a
 TOKENS = 4096
 
 
-def measured(config):
+def measured(config, chunk=TOKENS):
     args = FAMILY.args_from_hf(config)
     with torch.device("meta"):
         model = FAMILY.model_cls(args)
-    return measured_activations(model, TOKENS, torch.bfloat16, args.hidden_dim)
+    return measured_activations(model, TOKENS, torch.bfloat16, args, chunk)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -36,6 +36,20 @@ def test_what_checkpointing_keeps_is_that_of_the_formula(bias):
         assert found.selected == formula.selected
     assert formula.saved < found.saved < 1.6 * formula.saved, "norms of transformers keep float32 copies"
     assert shared == 2 * TOKENS * 128 * 2, "sines and cosines"
+
+
+def test_feed_forward_layers_in_chunks_save_as_the_formula_says():
+    config = Qwen3Config(**SHAPE, num_key_value_heads=4, vocab_size=64)
+    args = replace(qwen3.args_from_hf(config), attn_type="varlen", attn_mask_type="block_causal")
+    with torch.device("meta"):
+        block = next(qwen3.FAMILY.model_cls(args).layers.children())
+    whole, chunked = (
+        block_activations(args, block, TOKENS, 2, 1, False, "full", mlp_share=share) for share in (1.0, 0.25)
+    )
+    (found_whole, _), (found, _) = measured(config), measured(config, TOKENS // 4)
+    assert found_whole.saved - found.saved == whole.saved - chunked.saved == TOKENS * 2 * 4 * 1536 * 3 // 4
+    assert found.gradients == chunked.gradients, "at attention, whose heads are twice as wide as a token"
+    assert found.saved + found.gradients < found_whole.saved + found_whole.gradients
 
 
 def test_a_window_saves_no_more():

@@ -47,6 +47,7 @@ SHAPES = {
     "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4),
     "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=5),
     "deep": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8),  # for groups of three blocks
+    "wide": dict(hidden_size=256, intermediate_size=6144, num_hidden_layers=2),
 }
 COMMON = dict(vocab_size=1000, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096)
 EXPERTS = dict(head_dim=32, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=96, norm_topk_prob=True)
@@ -59,6 +60,7 @@ CHECKPOINTING = {
 }
 
 
+CHUNKS = ["--activation_checkpoint.mode", "full", "--activation_checkpoint.mlp_chunk_tokens"]
 SHORT = ["--training.seq_len", "64", "--data.max_prompt_tokens", "16", "--rollout.max_answer_tokens", "16"]
 
 
@@ -426,6 +428,15 @@ STEPS = {
     "experts": ("qwen3_moe-small", 4, 512, 2, CHECKPOINTING["full"], None),
     "inputs on the host": ("qwen3-deep", 4, 1024, 2, ["--activation_checkpoint.offload"], None),
     "inputs on the host, three blocks together": ("qwen3-deep", 4, 1024, 2, ["--activation_checkpoint.offload"], None),
+    "feed-forward layers in chunks": ("qwen3-wide", 1, 1024, 2, [*CHUNKS, "256"], "last block's backward"),
+    "feed-forward layers in chunks, several ranks": (
+        "llama-wide",
+        4,
+        1024,
+        2,
+        [*CHUNKS, "512"],
+        "last block's backward",
+    ),
     "three blocks together": ("qwen3-deep", 4, 1024, 2, [], None),
     "three blocks together, a short row": ("qwen3-deep", 4, 64, 2, [], "second group's backward"),
     "three blocks together, no checkpointing": ("llama-deep", 4, 512, 2, CHECKPOINTING["none"], None),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from tests.helpers.microbatches import microbatches
 from torchtitan.distributed import ParallelDims
@@ -23,7 +23,7 @@ from torchtitan.grpo.host_memory.offloading import Offloading
 from torchtitan.grpo.model import document_attention, logprobs
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.shards import local
-from torchtitan.grpo.model.source import resolve_model
+from torchtitan.grpo.model.source import check_chunks, resolve_model
 from torchtitan.grpo.policy.rows import PackedSample
 
 CPU = torch.device("cpu")
@@ -68,12 +68,13 @@ def attention_that_compiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *
     return (q.sigmoid() * k * v).cumsum(0) / 8
 
 
-def trained(folder: str, offload: bool, kind: str) -> tuple[list[torch.Tensor], nn.Module]:
+def trained(folder: str, offload: bool, kind: str, mlp_chunk: int = 0) -> tuple[list[torch.Tensor], nn.Module]:
     """Log-probabilities of three rows of several lengths, and all gradients."""
     flags = {
         "model.hf_assets_path": folder,
         "model.weights": "random",
         "activation_checkpoint.offload": str(offload).lower(),
+        "activation_checkpoint.mlp_chunk_tokens": str(mlp_chunk),
         "training.mixed_precision_param": "float32" if kind == "float32" else "bfloat16",  # with FSDP2
         "model.implementation": "transformers" if "transformers" in kind else "auto",
     }
@@ -97,12 +98,21 @@ def trained(folder: str, offload: bool, kind: str) -> tuple[list[torch.Tensor], 
     return found + [local(p.grad) for p in model.parameters() if p.grad is not None], model
 
 
-@pytest.mark.parametrize("kind", ["float32", "fsdp2", "compiled", "adapters", "transformers", "compiled transformers"])
-def test_results_are_bitwise_the_same(kind, folder, one_rank, monkeypatch):
+@pytest.fixture
+def compiler(monkeypatch) -> None:
+    """Blocks compile on a CPU."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(document_attention, "_by_length_class", attention_that_compiles)
+    monkeypatch.setattr(logprobs, "_compiled", lambda function, whole_chunk: function)
+
+
+KINDS = ["float32", "fsdp2", "compiled", "adapters", "transformers", "compiled transformers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_bitwise_the_same(kind, folder, one_rank, request):
     if "compiled" in kind:
-        torch._dynamo.reset()
-        monkeypatch.setattr(document_attention, "_by_length_class", attention_that_compiles)
-        monkeypatch.setattr(logprobs, "_compiled", lambda function, whole_chunk: function)
+        request.getfixturevalue("compiler")
     expected, plain = trained(folder, False, kind)
     found, model = trained(folder, True, kind)
     assert not hasattr(plain, "block_inputs")
@@ -115,6 +125,35 @@ def test_results_are_bitwise_the_same(kind, folder, one_rank, monkeypatch):
     figures = model.block_inputs.metrics()
     assert figures["offload/activations_gib"] * 2**30 == 2048 * WIDTH * itemsize * (LAYERS - 1)
     assert min(figures[f"offload/activations_{name}_s"] for name in ("out", "in", "exposed")) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_feed_forward_layers_in_chunks_compute_the_same(kind, folder, one_rank, request):
+    """Of rows of 64 tokens or fewer: the last chunk is shorter, and a short row is one."""
+    if "compiled" in kind:
+        request.getfixturevalue("compiler")
+    expected, _ = trained(folder, False, kind)
+    found, _ = trained(folder, True, kind, mlp_chunk=24)
+    assert len(found) == len(expected) > 3 + 6 * LAYERS
+    close = dict(rtol=1e-5, atol=1e-6) if kind == "float32" else dict(rtol=0.02, atol=0.02)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **close)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "why"),
+    [
+        (Qwen3MoeConfig, [], "mlp_chunk_tokens is for blocks with one feed-forward layer, which Transformer"),
+        (Qwen3Config, ["--parallelism.tensor_parallel_degree", "2"], r"mlp_chunk_tokens = 8: \[parallelism\] tensor"),
+        (Qwen3Config, ["--activation_checkpoint.mode", "none"], 'mode = "full" only, not "none"'),
+    ],
+)
+def test_chunks_are_refused_where_no_layer_is_for_them(family, flags, why, tmp_path):
+    family(num_experts=8, hidden_size=32, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    words = ["--model.hf_assets_path", str(tmp_path), "--model.weights", "random", *flags]
+    with pytest.raises(UserError, match=why):
+        config = load_config([*words, "--activation_checkpoint.mlp_chunk_tokens", "8"], "h200", world_size=2)
+        check_chunks(resolve_model(config.model, 64), config)
 
 
 def test_a_run_reports_its_metrics(folder, one_rank):

@@ -174,6 +174,13 @@ class ActivationCheckpoint:
     ] = False
     """Keep the inputs of blocks in pinned host memory from the forward to the backward pass, all but two. Longer rows
     fit, with bitwise the same results."""
+    mlp_chunk_tokens: Annotated[
+        int,
+        Range(at_least=0),
+        Needs("activation_checkpoint.mode", "full", why="the backward pass computes each chunk again by itself"),
+    ] = 0
+    """Feed-forward layers compute so many tokens of a row at a time, so that their wide activations take the memory of
+    one chunk. Longer rows fit. The backward pass computes these layers once more. 0: the whole row."""
 
 
 @dataclass

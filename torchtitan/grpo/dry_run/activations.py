@@ -44,6 +44,7 @@ def block_activations(
     mode: str,
     lora: "Lora | None" = None,
     copies: float = 1.0,
+    mlp_share: float = 1.0,
 ) -> BlockActivations:
     """Activations of one of torchtitan's blocks for a row of `tokens`. Those of experts are `_experts`'.
 
@@ -57,6 +58,7 @@ def block_activations(
         mode: `[activation_checkpoint] mode`.
         lora: The block's adapters. A frozen layer without one does not save its input.
         copies: Tokens of whole documents over those of the row, which has shared prompts once.
+        mlp_share: Of the row's tokens, those that the feed-forward layer computes at a time.
     """
     heads, kv_heads, has_experts = args.n_heads, args.n_kv_heads, hasattr(block, "moe")
     residual, width = args.dim / tensor_degree, 0 if has_experts else args.hidden_dim / tensor_degree
@@ -73,9 +75,9 @@ def block_activations(
         attention += query + key  # before the norm
         statistics += 4 * (heads + kv_heads) / tensor_degree
     gate = 3 if compiled else 4  # w1, w3, silu(w1) * w3, and silu(w1), which a compiled block recomputes
-    gate -= "w2" not in adapted
+    gated = (gate - ("w2" not in adapted)) * width * mlp_share
     inner = lora.rank * len(lora.layers) if lora else 0  # x A^T of each adapter
-    saved = (norms + attention + gate * width + inner) * itemsize + statistics
+    saved = (norms + attention + gated + inner) * itemsize + statistics
 
     # All matrix multiplications and attention; under tensor parallelism also the reduce-scattered sums.
     of_wo = 0 if compiled and tensor_degree > 1 else args.dim  # the reduce-scattered sum is kept in its place
@@ -91,11 +93,15 @@ def block_activations(
         selected = matmuls
 
     # At silu(w1) * w3. A compiled block computes both gradients in place.
-    gradients = residual + (1 if compiled and mode == "none" else 2) * width
+    gradients = residual + (1 if compiled and mode == "none" else 2) * width * mlp_share
+    if mlp_share < 1:
+        gradients += residual  # of the chunks' inputs, until the last one has its own
+        gradients += 0 if lora else args.dim * width / tokens  # of a weight by this chunk, beside the sum by others
+        gradients = max(gradients, residual + 4 * query + 4 * key)
     if copies > 1 and not has_experts:
         # At attention, where what the feed-forward saved is free: keys and values, and their gradients by query head.
         of_keys = 2 * query + 4 * key
-        at_attention = min(gradients, 2 * query + of_keys - gate * width)
+        at_attention = min(gradients, 2 * query + of_keys - gated)
         gradients = max(gradients, at_attention + (copies - 1) * of_keys)
     if has_experts:
         of_experts = _experts(args, itemsize, compiled, frozen=lora is not None)

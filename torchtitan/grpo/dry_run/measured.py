@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.grpo.dry_run.activations import BlockActivations
 
 if TYPE_CHECKING:
+    from torchtitan.grpo.model.families import ModelArgs
     from torchtitan.grpo.model.hf_model import TransformersModel
 CHUNK_TOKENS = 1024
 """All sizes are proportional to a row's tokens. Where a longer row would take seconds, it is so many parts of these."""
 
 
 def measured_activations(
-    model: "TransformersModel", tokens: int, dtype: torch.dtype, width: int
+    model: "TransformersModel", tokens: int, dtype: torch.dtype, args: "ModelArgs", chunk: int
 ) -> tuple[BlockActivations, int]:
     """Activations of a block for a row of `tokens`, and the bytes that all blocks share (rotary embeddings).
 
@@ -29,12 +30,15 @@ def measured_activations(
     Args:
         model: On the meta device. It is cast to `dtype`.
         dtype: The compute dtype.
-        width: Of the feed-forward layer. The most gradients at once are taken to be two of this and one hidden state.
+        args: The model's. The most gradients at once are taken to be two of the feed-forward layer's width and one
+            hidden state.
+        chunk: Tokens that a feed-forward layer computes at a time.
     """
     from torchtitan.grpo.model.documents import Documents
+    from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 
     if model.by_document and tokens > CHUNK_TOKENS:  # these layers go through a row in steps, each an operation
-        part, rotary = measured_activations(model, CHUNK_TOKENS, dtype, width)
+        part, rotary = measured_activations(model, CHUNK_TOKENS, dtype, args, min(chunk, CHUNK_TOKENS))
         factor = -(-tokens // CHUNK_TOKENS)
         sizes = {name: size * factor for name, size in dataclasses.asdict(part).items()}
         return BlockActivations(**sizes), rotary * factor
@@ -47,7 +51,12 @@ def measured_activations(
         ids, positions = torch.empty(2, tokens, dtype=torch.int64).unbind()
         with torch.no_grad():
             model.final_states(ids, positions, Documents(starts, starts, tokens, tokens))
-    found = [_of_block(block, *given[block], width) for block in blocks.values()]
+    found = [_of_block(block, *given[block], args.hidden_dim) for block in blocks.values()]
+    if chunk < tokens:
+        chunk_mlps(blocks.values(), chunk)
+        apart = [_of_block(block, *given[block], 0) for block in blocks.values()]
+        at_attention = 4 * tokens * (args.n_heads + args.n_kv_heads) * args.head_dim * dtype.itemsize
+        found = [_in_chunks(*pair, chunk / tokens, at_attention) for pair in zip(found, apart, strict=True)]
     shared = _storages([kwargs for _, kwargs in given.values()])
     largest = {each.name: max(getattr(of, each.name) for of in found) for each in dataclasses.fields(BlockActivations)}
     return BlockActivations(**largest), sum(tensor.untyped_storage().nbytes() for tensor in shared.values())
@@ -72,6 +81,18 @@ def _of_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], w
         saved=sum(tensor.untyped_storage().nbytes() for tensor in (saved | _storages(hidden)).values()),
         gradients=hidden.shape[1] * hidden.element_size() * (hidden.shape[-1] + 2 * width),
     )
+
+
+def _in_chunks(whole: BlockActivations, apart: BlockActivations, share: float, at_attention: int) -> BlockActivations:
+    """Of a block whose feed-forward layer computes this share of a row at a time.
+
+    Args:
+        apart: Without what that layer saves and its wide gradients.
+        at_attention: Gradients there, as `block_activations` has them.
+    """
+    saved = apart.saved + (whole.saved - apart.saved) * share
+    at_mlp = apart.gradients + (whole.gradients - apart.gradients) * share + whole.input
+    return dataclasses.replace(whole, saved=int(saved), gradients=int(max(at_mlp, whole.input + at_attention)))
 
 
 def _storages(values: Any) -> dict[int, Tensor]:

@@ -82,11 +82,12 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     """
     from torchtitan.grpo.model.flops import used
     from torchtitan.grpo.model.replay import route_shape
-    from torchtitan.grpo.model.source import check_compiles, check_degrees, check_kernels, resolve_model
+    from torchtitan.grpo.model.source import check_chunks, check_compiles, check_degrees, check_kernels, resolve_model
 
     source = resolve_model(config.model, config.training.seq_len, config.lora)
     check_degrees(source, config.parallelism)
     check_compiles(source, config)
+    check_chunks(source, config)
     target = target or this_machine()
     check_kernels(source, config, target.cuda)
     if config.grpo.routing_replay:
@@ -166,13 +167,15 @@ class _Rank:
         # Activations of one row, bytes.
         self.tokens = row_tokens(config) // context
         mode = config.activation_checkpoint.mode
+        chunk = min(config.activation_checkpoint.mlp_chunk_tokens or self.tokens, self.tokens)
         widths = self.tokens, self.computed, tensor
         if hasattr(model, "final_states"):  # of transformers
             dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-            self.activations, self.rope = measured_activations(model, self.tokens, dtype, args.hidden_dim)
+            self.activations, self.rope = measured_activations(model, self.tokens, dtype, args, chunk)
         else:
             documents = _document_copies(config, job)
-            self.activations = block_activations(args, block, *widths, self.compiled, mode, lora, documents)
+            share = chunk / self.tokens
+            self.activations = block_activations(args, block, *widths, self.compiled, mode, lora, documents, share)
             rope = model.rope_cache
             self.rope = self.tokens * rope.shape[-1] * (rope.dtype.itemsize if rope.is_complex() else self.computed)
         self.inputs_leave = config.activation_checkpoint.offload

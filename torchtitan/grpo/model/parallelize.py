@@ -28,6 +28,7 @@ from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.flash_attention import Attention, choose_attention, flash_attention_2
 from torchtitan.grpo.model.flash_operator import KEPT_BY_SELECTIVE_CHECKPOINTING
 from torchtitan.grpo.model.lora import add_adapters, init_adapters
+from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.utils import set_default_dtype
@@ -101,11 +102,13 @@ def build_model(
         round_logits=config.training.logits_dtype == "model",
         flash=_attention(source, config, dims, device),
     )
+    # torchtitan's own JobConfig, which scripts use, has neither this key nor `offload`.
+    if chunk := getattr(config.activation_checkpoint, "mlp_chunk_tokens", 0):
+        chunk_mlps(model.layers.children(), chunk)
     if trainable and config.activation_checkpoint.mode != "none":
         _apply_checkpointing(model, source, config)
     if compiled:
         source.family.apply_compile(model, config.compile)
-    # torchtitan's own JobConfig, which scripts use, has no such key.
     if trainable and getattr(config.activation_checkpoint, "offload", False):
         row = row_tokens(config) // ranks_of_a_row(config) * source.model_args.dim
         itemsize = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize

@@ -24,6 +24,7 @@ from torchtitan.grpo.model.families import MODEL_TYPES, Family, ModelArgs, get_f
 from torchtitan.grpo.model.finite import bad_weights
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
+from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.shards import fill, whole
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
@@ -136,6 +137,7 @@ def resolve_and_check(config: Any) -> ModelSource:
         )
     check_degrees(source, config.parallelism)
     check_compiles(source, config)
+    check_chunks(source, config)
     check_kernels(source, config, torch.cuda.is_available())
     if config.grpo.routing_replay:
         source = dataclasses.replace(source, routes=route_shape(source.model_args))
@@ -151,6 +153,18 @@ def check_compiles(source: ModelSource, config: Any) -> None:
             "[compile] enable = true: a mixture of experts compiles in bfloat16 only. Set [training] "
             'mixed_precision_param = "bfloat16"'
         )
+
+
+def check_chunks(source: ModelSource, config: Any) -> None:
+    """Raises a UserError if `[activation_checkpoint] mlp_chunk_tokens` is not for this model or its parallelism."""
+    if tokens := config.activation_checkpoint.mlp_chunk_tokens:
+        if (degree := config.parallelism.tensor_parallel_degree) > 1:
+            raise UserError(
+                f"[activation_checkpoint] mlp_chunk_tokens = {tokens}: [parallelism] tensor_parallel_degree = {degree} "
+                "splits the same layers by width, and their sums by tokens. Leave one of them out"
+            )
+        with torch.device("meta"):
+            chunk_mlps(source.build().layers.children(), tokens)
 
 
 def check_kernels(source: ModelSource, config: Any, cuda: bool) -> None:

@@ -1,0 +1,43 @@
+"""Feed-forward layers in chunks of a row's tokens, so that their wide activations take the memory of one chunk.
+
+Each token's output depends on that token alone. The backward pass computes each chunk again by itself, inside of the
+block that full checkpointing computes again: a third forward of these layers (tiled MLP, Arctic Long Sequence Training,
+arXiv:2506.13996).
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchtitan.grpo.errors import UserError
+
+NAMES = ("feed_forward", "mlp")
+"""Of the layer in torchtitan's blocks, and in most of transformers'."""
+
+
+def chunk_mlps(blocks: Iterable[nn.Module], tokens: int) -> None:
+    """Have each block's feed-forward layer compute so many tokens at a time.
+
+    Raises:
+        UserError: A block has no such layer.
+    """
+    for block in blocks:
+        layers = [layer for name in NAMES if isinstance(layer := getattr(block, name, None), nn.Module)]
+        if len(layers) != 1 or hasattr(block, "moe"):
+            raise UserError(
+                "[activation_checkpoint] mlp_chunk_tokens is for blocks with one feed-forward layer, which "
+                f"{type(block).__name__} has not: leave it out"
+            )
+        layers[0].forward = functools.partial(_in_chunks, layers[0].forward, tokens)
+
+
+def _in_chunks(whole: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Tensor:
+    """x: [1, T, width]."""
+    parts = x.split(tokens, dim=1)
+    if torch.is_grad_enabled():
+        again = functools.partial(checkpoint, whole, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([again(part) for part in parts], dim=1)
+    return torch.cat([whole(part) for part in parts], dim=1)
