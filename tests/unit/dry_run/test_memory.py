@@ -360,6 +360,14 @@ STEPS = {
         ["--parallelism.context_parallel_degree", "2"],
         None,
     ),
+    "four context-parallel ranks": (
+        "qwen3-small",
+        4,
+        4096,
+        1,
+        ["--parallelism.context_parallel_degree", "4", *CHECKPOINTING["full"]],
+        "first block's backward",
+    ),
     "rounded logits": (
         "qwen3-small",
         1,

@@ -178,6 +178,9 @@ class _Rank:
             self.activations = block_activations(args, block, *widths, self.compiled, mode, lora, documents, share)
             rope = model.rope_cache
             self.rope = self.tokens * rope.shape[-1] * (rope.dtype.itemsize if rope.is_complex() else self.computed)
+        # An exchange of heads has what it sends beside what comes; the rotary table is of the whole row.
+        sent = self.tokens * args.n_heads * args.head_dim * self.computed
+        self.of_context = (sent + getattr(model, "rope_cache", torch.empty(0)).nbytes) * (context > 1)
         self.inputs_leave = config.activation_checkpoint.offload
         self.kept, self.recomputed = kept_activations(config, self.activations, self.layers)
         self.hidden = self.tokens * args.dim * self.computed
@@ -231,6 +234,7 @@ class _Rank:
                 "activations": self._kept_until(number) + self.rope,
                 "recomputed activations": self.recomputed,
                 "activations' gradients": self.activations.gradients,
+                "context parallelism": self.of_context,
                 "gathered weights": self._gathered(self.layers if stay_gathered else gathered),
                 "output weight's gradient": self._output_gradient(),
                 "gradients to reduce": self._to_reduce(number),
