@@ -96,7 +96,7 @@ class Trainer(Run):
             with self.ending.rank0_alone():
                 self.rollouts.sleep()
             self.broadcast.barrier()
-            self.own_servers.take_memory()
+            self.rollouts.take_memory()
             self.warm_start()
             self.policy.keep_reference()
         self.policy.offload.settle()
@@ -145,7 +145,7 @@ class Trainer(Run):
             taken = self.rollouts.take(step)
         with self.ledger.stage("pack"):
             rewards, servers = self.broadcast.json([taken.rewards, taken.servers])
-            self.own_servers.take_memory()
+            self.rollouts.take_memory()
             if not ahead:  # ahead, this step's activations may still need the memory
                 self.policy.offload.prefetch()
             minibatches = [self.own_rows(*shares) for shares in taken.minibatches]

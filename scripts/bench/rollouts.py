@@ -85,6 +85,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--trainers cpu is one rank")
     if not args.urls and args.bound_s:
         parser.error("--bound-s measures the servers of --urls: name them, or set --bound-s 0")
+    if args.ranks and args.trainers != ["cpu"] and args.ranks > len(args.trainers):
+        parser.error(f"--ranks {args.ranks} needs a GPU each, and --trainers names {len(args.trainers)}")
     args.devices = args.devices or len(args.trainers) + len(args.urls)
     return args
 

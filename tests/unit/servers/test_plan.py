@@ -275,10 +275,10 @@ def test_devices_count_among_the_visible_ones():
     assert visible_devices([1, 2], {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}) == "GPU-b,GPU-c"
 
 
-@pytest.mark.parametrize("case", ["fed late", "never fed", "does not sleep", "down", "stopped"])
-def test_no_step_begins_before_each_server_serves_its_weights_and_is_asleep(case):
+@pytest.mark.parametrize("case", ["busy", "always busy", "loading", "does not sleep", "down", "stopped"])
+def test_no_step_begins_before_each_server_is_left_alone_and_asleep(case):
     config = configured("--rollout.colocate", "--rollout.sleep_while_training")
-    config.rollout.start_timeout_seconds = 0.5 if case == "never fed" else 30.0
+    config.rollout.start_timeout_seconds = 0.5 if case == "always busy" else 30.0
     own = OwnServers(config, torch.device("cpu"), 2)
     fleet = Fleet(["http://a:1", "http://b:2"], lambda url: Server(url, Mock(spec=HttpControl)))
     first, second = fleet.servers
@@ -292,23 +292,29 @@ def test_no_step_begins_before_each_server_serves_its_weights_and_is_asleep(case
 
     kept.end = end
     own._fleet, own._kept = fleet, kept
-    fleet.admit(first, 3)
-    fleet.admit(second, 2)
+    first.at_rest, second.at_rest = True, case == "loading"
     if case == "does not sleep":
         second.control.sleep.side_effect = EngineError("no reply")
-    elif case == "down":
-        states[second.url] = replace(states[second.url], healthy=False, down=True)
-    if case != "never fed":
-        threading.Timer(0.3, own.stop if case == "stopped" else lambda: fleet.admit(second, 3)).start()
+    elif case in ("down", "loading"):
+        states[second.url] = replace(states[second.url], healthy=False, down=case == "down")
+
+    def later() -> None:
+        assert fleet.resting
+        states[second.url] = replace(states[second.url], healthy=True)
+        second.at_rest = True
+
+    if case not in ("always busy", "down"):
+        threading.Timer(0.3, own.stop if case == "stopped" else later).start()
     began = time.monotonic()
     with pytest.raises(StopRequested) if case == "stopped" else nullcontext():
-        own.sleep(3)
+        own.sleep()
     assert (time.monotonic() - began > 0.25) == (case != "down")
     slept = [server.control.sleep.called for server in fleet.servers]
-    assert slept == [case != "stopped", case in ("fed late", "does not sleep")]
-    why = {"never fed": "did not serve weights of version 3 in time", "does not sleep": "does not sleep: no reply"}
+    assert slept == [case != "stopped", case in ("busy", "loading", "does not sleep")]
+    why = {"always busy": "did not come to rest before the next step in time"}
+    why["does not sleep"] = "does not sleep: no reply"
     assert states[second.url].why == why.get(case, "")
     if case != "stopped":
         assert not kept.may_restart.is_set()
         own.make_room(Mock())
-        assert kept.may_restart.is_set()
+        assert kept.may_restart.is_set() and not fleet.resting

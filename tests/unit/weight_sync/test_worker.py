@@ -293,3 +293,36 @@ def test_a_link_asks_the_fleet_what_runs_at_its_server():
     assert (link.requests_in_flight(), link.versions_in_use()) == (7, {1, 2})
     link.hold()
     assert server.held and not other.held
+
+
+def test_servers_that_rest_are_neither_asked_nor_connected_nor_fed_until_they_rise(make, monkeypatch):
+    """One is being fed meanwhile, and comes to rest behind it. One is suspected, and one refuses to connect."""
+    monkeypatch.setattr(worker_module, "HEALTH_S", 0.02)
+    monkeypatch.setattr(worker_module, "_SUSPECT_LOOK_S", 0.01)
+    asked: list[float] = []
+    refusing = Link(0.0, refuses=True)
+    servers = make([Link(0.5), Link(0.0), refusing], healthy=lambda: asked.append(time.monotonic()) is None)
+    fleet, workers = servers.fleet, servers.workers
+    fleet.started(fleet.servers[2].url)
+    workers[2]._lose("it is gone")
+    until(lambda: refusing.connected)
+    push = servers.board.begin_push(lambda urls, on_drop: Push(1, 1, 1, urls, 10.0, on_drop))
+    servers.board.sending(1)
+    push.offer(None, None)
+    threading.Thread(target=push.complete, args=([], {}), daemon=True).start()
+    until(lambda: fleet.servers[1].in_traffic and fleet.servers[0].updating)
+    fleet.suspect(fleet.servers[1], EngineError("no reply"))
+    fleet.rest()
+    until(lambda: all(server.at_rest for server in fleet.servers[1:]))
+    assert not fleet.servers[0].at_rest, "it is being fed"
+    until(lambda: fleet.servers[0].at_rest)
+    assert fleet.servers[0].in_traffic and fleet.servers[0].version == 1
+    before = len(asked), len(refusing.connected)
+    fleet.started(fleet.servers[2].url)
+    time.sleep(0.7)  # over the pause after a refusal
+    assert (len(asked), len(refusing.connected)) == before and all(server.at_rest for server in fleet.servers)
+    refusing.refuses = False
+    fleet.rise()
+    until(lambda: len(refusing.connected) > before[1])
+    until(lambda: not fleet.servers[1].suspected and fleet.servers[1].in_traffic)
+    assert not any(server.at_rest for server in fleet.servers)

@@ -180,7 +180,8 @@ class ActivationCheckpoint:
         Needs("activation_checkpoint.mode", "full", why="the backward pass computes each chunk again by itself"),
     ] = 0
     """Feed-forward layers compute so many tokens of a row at a time, so that their wide activations take the memory of
-    one chunk. Longer rows fit. The backward pass computes these layers once more. 0: the whole row."""
+    one chunk. Longer rows fit. The backward pass computes these layers once more, and adds the gradients of their
+    weights chunk by chunk, in bfloat16 too: eight chunks double the rounding. 0: the whole row."""
 
 
 @dataclass

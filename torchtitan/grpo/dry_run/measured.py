@@ -38,7 +38,7 @@ def measured_activations(
     from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 
     if model.by_document and tokens > CHUNK_TOKENS:  # these layers go through a row in steps, each an operation
-        part, rotary = measured_activations(model, CHUNK_TOKENS, dtype, args, min(chunk, CHUNK_TOKENS))
+        part, rotary = measured_activations(model, CHUNK_TOKENS, dtype, args, max(1, chunk * CHUNK_TOKENS // tokens))
         factor = -(-tokens // CHUNK_TOKENS)
         sizes = {name: size * factor for name, size in dataclasses.asdict(part).items()}
         return BlockActivations(**sizes), rotary * factor
@@ -56,7 +56,8 @@ def measured_activations(
         chunk_mlps(blocks.values(), chunk)
         apart = [_of_block(block, *given[block], 0) for block in blocks.values()]
         at_attention = 4 * tokens * (args.n_heads + args.n_kv_heads) * args.head_dim * dtype.itemsize
-        found = [_in_chunks(*pair, chunk / tokens, at_attention) for pair in zip(found, apart, strict=True)]
+        weight = args.dim * args.hidden_dim * dtype.itemsize
+        found = [_in_chunks(*pair, chunk / tokens, at_attention, weight) for pair in zip(found, apart, strict=True)]
     shared = _storages([kwargs for _, kwargs in given.values()])
     largest = {each.name: max(getattr(of, each.name) for of in found) for each in dataclasses.fields(BlockActivations)}
     return BlockActivations(**largest), sum(tensor.untyped_storage().nbytes() for tensor in shared.values())
@@ -83,15 +84,18 @@ def _of_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], w
     )
 
 
-def _in_chunks(whole: BlockActivations, apart: BlockActivations, share: float, at_attention: int) -> BlockActivations:
+def _in_chunks(
+    whole: BlockActivations, apart: BlockActivations, share: float, at_attention: int, weight: int
+) -> BlockActivations:
     """Of a block whose feed-forward layer computes this share of a row at a time.
 
     Args:
         apart: Without what that layer saves and its wide gradients.
         at_attention: Gradients there, as `block_activations` has them.
+        weight: Gradient of one weight by a chunk.
     """
     saved = apart.saved + (whole.saved - apart.saved) * share
-    at_mlp = apart.gradients + (whole.gradients - apart.gradients) * share + whole.input
+    at_mlp = apart.gradients + (whole.gradients - apart.gradients) * share + whole.input + weight
     return dataclasses.replace(whole, saved=int(saved), gradients=int(max(at_mlp, whole.input + at_attention)))
 
 

@@ -54,6 +54,7 @@ class Server:
         distrusts: How often that has happened.
         silent: It owes answers and did not reply in time, see `fall_silent`.
         updating: Weights are being loaded there. Only weight sync's worker writes it.
+        at_rest: Weight sync leaves it alone until `Fleet.rise`. Only its worker writes it.
         starts: How often its keeper found it healthy after a start.
         reason: Why it is out of traffic, "" while it is in traffic.
         in_flight: Our running requests there. Only the collector's event loop writes it.
@@ -78,6 +79,7 @@ class Server:
     distrusts: int = 0
     silent: bool = False
     updating: bool = False
+    at_rest: bool = False
     starts: int = 0
     reason: str = "has not been given any weights yet"
     in_flight: int = 0
@@ -192,6 +194,7 @@ class Fleet(FleetView):
     Attributes:
         keeper: Who starts the servers again, if somebody does.
         alone: There will never be a second server.
+        resting: Between `rest` and `rise`.
         requests_in_flight: Our running requests at a server. Asked after `hold`, it misses none that is under way.
         versions_in_use: Of a server; see `Server.versions_in_use`.
 
@@ -202,7 +205,7 @@ class Fleet(FleetView):
     def __init__(self, urls: list[str], make: Callable[[str], Server], min_servers: int = 1, urls_file: str = ""):
         super().__init__()
         self.min_servers = min_servers
-        self.alone = False
+        self.alone = self.resting = False
         self.requests_in_flight: Callable[[Server], int] = lambda server: server.in_flight
         self.versions_in_use: Callable[[Server], set[int]] = Server.versions_in_use
         self._make = make
@@ -298,6 +301,16 @@ class Fleet(FleetView):
                 return
             server.silent = True
         self.suspect(server, EngineError(why), "it does not reply")
+        self._notify()
+
+    def rest(self) -> None:
+        """The servers are to sleep. Weight sync ends what it does with each, which is `at_rest` then."""
+        self.resting = True
+        self._notify()
+
+    def rise(self) -> None:
+        """They may wake up: weight sync connects and feeds them again."""
+        self.resting = False
         self._notify()
 
     def heard(self, server: Server) -> None:

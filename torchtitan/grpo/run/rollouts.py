@@ -67,6 +67,7 @@ class Absent:
     """
 
     fleet: Fleet | None = None
+    own_servers: OwnServers | None = None
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -77,6 +78,7 @@ class Absent:
 
     def start(self, own_servers: OwnServers) -> None:
         """Start the servers of `[rollout] replicas`: they load while the trainer loads its own weights."""
+        self.own_servers = own_servers
         own_servers.start(None)
 
     def connect(self, ledger: Ledger, layout: Layout, metrics: MetricsLogger, newest: Callable[[], int]) -> None:
@@ -88,8 +90,13 @@ class Absent:
             newest: The newest version that a server can have.
         """
 
-    def sleep(self, version: int = -1) -> None:
+    def sleep(self) -> None:
         """The trainers need the memory of the servers on their GPUs, see `OwnServers.sleep`."""
+
+    def take_memory(self) -> None:
+        """Rank 0 has put the servers to sleep, see `OwnServers.take_memory`."""
+        if self.own_servers is not None:
+            self.own_servers.take_memory()
 
     def pairs(self) -> list[Buffer] | None:
         """The next batch of the warm start: prompts with their reference answers, packed, by data rank."""
@@ -190,8 +197,8 @@ class Rollouts(Absent):
         self._processes.map(lambda process: process.introduce("connect", *astuple(layout)))
         self._processes.follow(fleet)
 
-    def sleep(self, version: int = -1) -> None:
-        self.own_servers.sleep(version)
+    def sleep(self) -> None:
+        self.own_servers.sleep()
 
     def pairs(self) -> list[Buffer]:
         replies = self._processes.call("pairs")
@@ -204,7 +211,7 @@ class Rollouts(Absent):
     def take(self, step: int) -> Taken:
         with self.ledger.stage("rollout"):
             shares, metrics = self._shares(step)
-            self.sleep(step - 1)
+            self.sleep()
         taken = Taken([], [], {}, [[] for _ in range(self.config.grpo.minibatches)], ([], [], 0), metrics)
         seconds, chosen = Counter[str](), self._chosen.setdefault(step, [])
         for (rewards, advantages, taken.servers, documents, sizes, spent_s, own_chosen), rows in shares:

@@ -31,7 +31,7 @@ class OwnServers:
         own = OwnServers(config, device, trainers_here, meet)
         own.start(write_model)                               # servers load while the trainer loads
         fleet = own.fleet(make)                              # rank 0 alone, once all are healthy
-        own.sleep(version)                                   # rank 0 alone, before each step of training
+        own.sleep()                                          # rank 0 alone, before each step of training
         own.take_memory()                                    # once rank 0 has returned
         own.make_room(optimizers)                            # after the step
         own.close()
@@ -122,31 +122,30 @@ class OwnServers:
         self._fleet = fleet
         return fleet
 
-    def sleep(self, version: int = -1) -> None:
+    def sleep(self) -> None:
         """With `[rollout] sleep_while_training`: the trainers need the servers' memory. For rank 0.
 
-        Returns when every server is asleep, or down until the trainers have made room. First, each serves `version`, so
-        none loads or is fed while the trainers have its memory. One that does not come to that, or does not sleep, is
-        ended. It starts again after the step.
-
-        Args:
-            version: -1: no server has weights yet.
+        Returns when every server is asleep, or down. Until `make_room`, weight sync leaves them alone and none is
+        started. First it waits for those that are loading or being fed. One that does not come to an end with that in
+        time, or does not sleep, is ended. It starts again after the step.
 
         Raises:
             FleetError: Too few servers are left.
             StopRequested: `stop` was called.
+            UserError: A server cannot be ended.
         """
         if self._fleet is None or not self._sleeps or not isinstance(self._kept, Supervisor):
             return
         kept, deadline = self._kept, time.monotonic() + self._config.rollout.start_timeout_seconds
+        self._fleet.rest()
         kept.may_restart.clear()
-        while busy := self._busy(kept, version):
+        while busy := self._busy(kept):
             self._fleet.check()
             if self._stopping:
                 raise StopRequested
             if time.monotonic() > deadline:
                 for url in busy:
-                    kept.end(url, f"did not serve weights of version {version} in time")
+                    kept.end(url, "did not come to rest before the next step in time")
                 break
             kept.may_restart.set()  # one that is down comes back now, rather than after the step
             time.sleep(_LOOK_S)
@@ -160,11 +159,11 @@ class OwnServers:
             except EngineError as error:
                 kept.end(url, f"does not sleep: {error}")
 
-    def _busy(self, kept: Supervisor, version: int) -> list[str]:
-        """Servers that run, and do not serve this version yet."""
+    def _busy(self, kept: Supervisor) -> list[str]:
+        """Servers that are loading, or that weight sync is at work with."""
         assert self._fleet is not None
-        serve = {server.url for server in self._fleet.servers if version < 0 or server.serves(version)}
-        return [state.url for state in kept.states if not (state.down or (state.healthy and state.url in serve))]
+        rest = {server.url for server in self._fleet.servers if server.at_rest}
+        return [state.url for state in kept.states if not (state.down or (state.healthy and state.url in rest))]
 
     def take_memory(self) -> None:
         """With `[rollout] sleep_while_training`: the servers are asleep, and the trainer may have the whole GPU."""
@@ -188,6 +187,8 @@ class OwnServers:
             self._hold_trainer(self._config.rollout.memory_share)
         finally:
             self._meet()  # the others wait, whatever fails here
+        if self._fleet is not None:
+            self._fleet.rise()
         if isinstance(self._kept, Supervisor):
             self._kept.may_restart.set()
 

@@ -29,6 +29,8 @@ from torchtitan.grpo.servers.kept_server import GRACE_S, KeptServer, Launch
 from torchtitan.grpo.servers.state import ServerState, write_whole
 
 _CLOSE_S = GRACE_S + 6.0
+_END_S = 60.0
+"""A request for health, SIGTERM, SIGKILL, and the driver that gives a whole GPU back."""
 
 
 class Supervisor(Keeper):
@@ -119,12 +121,17 @@ class Supervisor(Keeper):
             raise UserError(self._servers[-1].given_up)
 
     def end(self, url: str, why: str) -> None:
-        """End a server. It starts again as one that has ended by itself. Returns when it is down."""
+        """End a server. It starts again as one that has ended by itself. Returns when it is down.
+
+        Raises:
+            UserError: It is not, after everything that could end it.
+        """
         with self.changed:
             for server in self._servers:
                 if server.url == url and not server.down:
                     server.unwanted, ends = why, server.ends
-                    self.changed.wait_for(partial(_has_ended, server, ends), _CLOSE_S)
+                    if not self.changed.wait_for(partial(_has_ended, server, ends), _END_S):
+                        raise UserError(f"{url} cannot be ended in {_END_S:g} s, and keeps its memory ({why})")
 
     def may_return(self, url: str, lost_at: float) -> bool:
         """Whether a server that was lost then is being started again, is about to be, or has just been."""

@@ -175,7 +175,7 @@ class Leader(SyncThread):
         """What to do now. None if there was nothing to do for a while, or at the end. Under the board's lock."""
         board, deadline = self._board, time.monotonic() + _BEAT_S
         while time.monotonic() < deadline and not self.closing:
-            newest = self._packer.snapshots.newest
+            newest = -1 if board.fleet.resting else self._packer.snapshots.newest
             due = newest not in (-1, board.sent)
             if newest >= 0 and board.in_common() and (board.push_wanted or due):
                 return self._push_in_common

@@ -130,7 +130,8 @@ class ServerWorker(threading.Thread):
 
     def is_called(self) -> bool:
         """Whether there is a reason to look at the server before the time comes."""
-        return self.server.suspected or self.server.starts != self._starts
+        calls = self.server.suspected or self.server.starts != self._starts
+        return calls or self.server.at_rest != self._board.fleet.resting
 
     def run(self) -> None:
         board = self._board
@@ -138,6 +139,9 @@ class ServerWorker(threading.Thread):
         try:
             while not self._removed:
                 board.check()
+                if board.fleet.resting:
+                    self._rest()
+                    continue
                 if self.server.distrusted:
                     self._lose(self.server.reason)
                     self._retry_at += min(_DISTRUST_S * (2 ** (self.server.distrusts - 1) - 1), _DISTRUST_MAX_S)
@@ -155,6 +159,8 @@ class ServerWorker(threading.Thread):
     def _take_part(self) -> None:
         board = self._board
         if not self._wait(lambda: self._push is not None):
+            if board.fleet.resting:
+                return
             if -1 < self._given < board.sent:
                 self.mode = Mode.ALONE  # it missed a version, and the next push is not due yet
             self._look_after_health()
@@ -209,7 +215,8 @@ class ServerWorker(threading.Thread):
         finally:
             self._awaits_copy = False
         if not taken:
-            self._look_after_health()
+            if not board.fleet.resting:
+                self._look_after_health()
             return
         copy = board.copy
         version = copy.version
@@ -262,7 +269,7 @@ class ServerWorker(threading.Thread):
         pause_s = min(self._retry_at - time.monotonic(), _DEAD_S)
         if self._wait(lambda: self.server.starts != self._starts, pause_s):
             self._starts, self._retry_at, self._failures = self.server.starts, 0.0, 0
-        if self._removed:
+        if self._removed or board.fleet.resting:
             return
         try:
             if not self.server.control.is_healthy():
@@ -310,6 +317,15 @@ class ServerWorker(threading.Thread):
 
     # ---------------------------------------------------------------------------------------------- parts of steps
 
+    def _rest(self) -> None:
+        """Nothing reaches the server: trainers have the memory of its GPU."""
+        fleet, self.server.at_rest = self._board.fleet, True
+        try:
+            while fleet.resting and not self._removed:
+                self._wait(lambda: not fleet.resting)
+        finally:
+            self.server.at_rest = False
+
     def _join_pushes(self) -> None:
         """No other server would have to wait: take part in common pushes, from one right now. Under the lock."""
         self.mode = Mode.COMMON
@@ -322,8 +338,9 @@ class ServerWorker(threading.Thread):
             while not ready():
                 board.check()
                 now = time.monotonic()
-                look = self.server.suspected and self.mode is not Mode.LOST
-                if now >= deadline or self._removed or (look and now >= self._next_look):
+                look = self.server.suspected and self.mode is not Mode.LOST and not self.server.at_rest
+                rests = board.fleet.resting and not self.server.at_rest
+                if now >= deadline or self._removed or rests or (look and now >= self._next_look):
                     return False
                 self.wake.wait(min(deadline, self._next_look if look else deadline) - now)
             return True
