@@ -99,8 +99,11 @@ def trained(folder: str, offload: bool, kind: str, mlp_chunk: int = 0) -> tuple[
 
 
 @pytest.fixture
-def compiler(monkeypatch) -> None:
+def compiler(folder, monkeypatch) -> None:
     """Blocks compile on a CPU."""
+    config = load_config(["--model.hf_assets_path", folder, "--model.weights", "random"])
+    config.model.implementation = "transformers"
+    resolve_model(config.model, 64)  # which compares the class with itself, by attention as it is
     torch._dynamo.reset()
     monkeypatch.setattr(document_attention, "_by_length_class", attention_that_compiles)
     monkeypatch.setattr(logprobs, "_compiled", lambda function, whole_chunk: function)
