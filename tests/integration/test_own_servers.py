@@ -80,6 +80,7 @@ def test_a_colocated_server_reads_the_trainers_memory_and_comes_back(tmp_path):
 def test_each_rank_has_a_colocated_server_and_all_sleep_in_step(tmp_path):
     """One is killed, and comes back: no step has a server that is awake, or that was not fed."""
     flags = {"--rollout.colocate": None, "--rollout.sleep_while_training": None, "--checkpoint.no-enable": None}
+    flags |= {"--weight_sync.straggler_seconds": "60"}
     with endless(tmp_path / "run", flags, ranks=2) as run:
         servers = server_pids(run.folder)
         assert len(servers) == 2

@@ -301,7 +301,7 @@ def test_servers_that_rest_are_neither_asked_nor_connected_nor_fed_until_they_ri
     monkeypatch.setattr(worker_module, "_SUSPECT_LOOK_S", 0.01)
     asked: list[float] = []
     refusing = Link(0.0, refuses=True)
-    servers = make([Link(0.5), Link(0.0), refusing], healthy=lambda: asked.append(time.monotonic()) is None)
+    servers = make([Link(1.5), Link(0.0), refusing], healthy=lambda: asked.append(time.monotonic()) is None)
     fleet, workers = servers.fleet, servers.workers
     fleet.started(fleet.servers[2].url)
     workers[2]._lose("it is gone")
