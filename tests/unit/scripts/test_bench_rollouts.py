@@ -39,7 +39,8 @@ URL = "http://127.0.0.1:8000"
     [
         ("", "SUBCOMMAND"),
         ("modes", "--out"),
-        ("modes --out x", "--urls"),
+        ("modes --out x", "--bound-s measures the servers of --urls"),
+        ("modes --out x --urls http://a --ranks 2", "--ranks 2 needs a GPU each, and --trainers names 1"),
         ("modes --out x --urls http://a --modes asynch", "invalid choice: 'asynch'"),
         ("modes --out x --urls http://a --steps 0", "0 is under 1"),
         ("modes --out x --urls http://a --trainers cpu cpu", "--trainers cpu is one rank"),

@@ -308,7 +308,8 @@ def test_no_step_begins_before_each_server_is_left_alone_and_asleep(case):
     began = time.monotonic()
     with pytest.raises(StopRequested) if case == "stopped" else nullcontext():
         own.sleep()
-    assert (time.monotonic() - began > 0.25) == (case != "down")
+    waited_s = time.monotonic() - began
+    assert waited_s < 20 and (case == "down" or waited_s > 0.25)
     slept = [server.control.sleep.called for server in fleet.servers]
     assert slept == [case != "stopped", case in ("busy", "loading", "does not sleep")]
     why = {"always busy": "did not come to rest before the next step in time"}

@@ -26,7 +26,7 @@ def chunk_mlps(blocks: Iterable[nn.Module], tokens: int) -> None:
     """
     for block in blocks:
         layers = [layer for name in NAMES if isinstance(layer := getattr(block, name, None), nn.Module)]
-        if len(layers) != 1 or hasattr(block, "moe"):
+        if len(layers) != 1:
             raise UserError(
                 "[activation_checkpoint] mlp_chunk_tokens is for blocks with one feed-forward layer, which "
                 f"{type(block).__name__} has not: leave it out"
@@ -36,8 +36,7 @@ def chunk_mlps(blocks: Iterable[nn.Module], tokens: int) -> None:
 
 def _in_chunks(whole: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Tensor:
     """x: [1, T, width]."""
-    parts = x.split(tokens, dim=1)
+    of_chunk = whole
     if torch.is_grad_enabled():
-        again = functools.partial(checkpoint, whole, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([again(part) for part in parts], dim=1)
-    return torch.cat([whole(part) for part in parts], dim=1)
+        of_chunk = functools.partial(checkpoint, whole, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([of_chunk(chunk) for chunk in x.split(tokens, dim=1)], dim=1)

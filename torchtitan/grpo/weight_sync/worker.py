@@ -159,8 +159,6 @@ class ServerWorker(threading.Thread):
     def _take_part(self) -> None:
         board = self._board
         if not self._wait(lambda: self._push is not None):
-            if board.fleet.resting:
-                return
             if -1 < self._given < board.sent:
                 self.mode = Mode.ALONE  # it missed a version, and the next push is not due yet
             self._look_after_health()
@@ -215,8 +213,7 @@ class ServerWorker(threading.Thread):
         finally:
             self._awaits_copy = False
         if not taken:
-            if not board.fleet.resting:
-                self._look_after_health()
+            self._look_after_health()
             return
         copy = board.copy
         version = copy.version
@@ -297,6 +294,8 @@ class ServerWorker(threading.Thread):
     def _look_after_health(self) -> None:
         """Check that the server is there, and that it is the one that we gave weights to."""
         server = self.server
+        if self._board.fleet.resting:
+            return
         self._next_look = time.monotonic() + _SUSPECT_LOOK_S
         try:
             if not server.control.is_healthy():
