@@ -111,7 +111,7 @@ def test_a_trainer_without_files_left_blames_no_server(host, monkeypatch):
     monkeypatch.setattr(ServerWorker, "_make_link", staticmethod(lambda *_: None))
     fleet = Fleet([url], lambda url: Server(url, VllmControl(url)))
     fleet.admit(fleet.servers[0], 0)
-    worker = ServerWorker(fleet.servers[0], SimpleNamespace(lock=threading.RLock()), "gloo", None)
+    worker = ServerWorker(fleet.servers[0], SimpleNamespace(lock=threading.RLock(), fleet=fleet), "gloo", None)
     with no_files_left():
         for call in (VllmControl(url).is_healthy, lambda: VllmControl(url).wait_healthy(1.0)):
             with pytest.raises(LocalError, match=r"ran out of file descriptors.*its limit is [0-9]+.*ulimit -Hn"):
