@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
@@ -73,11 +74,11 @@ def fork(descriptor: int, hides_torch: bool = True) -> Forked:
 
 class ForkedBesides:
     """In place of `rollout_process.start` too, in a process that has threads: it is forked from the one that `Ranks`
-    are forked from. The part of `subprocess.Popen` that is used of it."""
+    are forked from. `setup` is called in it first. The part of `subprocess.Popen` that is used of it."""
 
-    def __init__(self, descriptor: int, hides_torch: bool = True) -> None:
+    def __init__(self, descriptor: int, hides_torch: bool = True, setup: Callable[[], None] = int) -> None:
         files = [Connection(os.dup(number), readable=False) for number in (descriptor, 1, 2)]
-        self._process = ForkServerProcess(target=_run, args=(files, dict(os.environ), os.getcwd(), own_run()))
+        self._process = ForkServerProcess(target=_run, args=(files, dict(os.environ), os.getcwd(), own_run(), setup))
         self._process.start()
         self.pid = self._process.pid
         for file in files:
@@ -96,11 +97,12 @@ class ForkedBesides:
         self._process.kill()
 
 
-def _run(files, environ, folder, run):
+def _run(files, environ, folder, run, setup):
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
     for number in (1, 2):
         os.dup2(files[number].fileno(), number)
+    setup()
     main(os.dup(files[0].fileno()), run)

@@ -1,124 +1,30 @@
 """The rollout process as the trainer sees it: a real process, with a worker that does what a test asks of it."""
 
-import contextlib
-import ctypes
 import os
-import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from process_group import wait_for
 
-from tests.helpers.forked_rollouts import fork
-from torchtitan.grpo.config.job_config import Reward, Rollout
-from torchtitan.grpo.engines.fleet import FleetError
-from torchtitan.grpo.engines.protocol import EngineError, Refused
-from torchtitan.grpo.errors import PlainError, UserError, UserErrorOfAllRanks
+from tests.helpers import scripted_rollouts
+from tests.helpers.forked_rollouts import ForkedBesides
+from tests.helpers.ranks import begin_imports
+from tests.helpers.scripted_rollouts import FAILURES
+from torchtitan.grpo.errors import PlainError, UserError
 from torchtitan.grpo.process.stopping import StopRequested
-from torchtitan.grpo.rewards.runner import RewardRunner
-from torchtitan.grpo.run import rollout_process, rollout_service
+from torchtitan.grpo.run import rollout_process
 from torchtitan.grpo.run.rollout_process import ProcessLost, RolloutError, RolloutProcess
 
 LOOK_S = 0.05
-FAILURES = {
-    "stop": StopRequested(),
-    "user": UserError("[data] path: no such file"),
-    "all ranks": UserErrorOfAllRanks("on all ranks"),
-    "engine": EngineError("no server"),
-    "refused": Refused("the server refuses"),
-    "fleet": FleetError("0 of 1 servers left"),
-    "plain": PlainError("half a character: \ud83d"),
-    "value": ValueError("no such row"),
-    "exit": SystemExit(3),
-}
-
-
-class Worker:
-    """In place of `RolloutWorker`. Its verbs are what tests call."""
-
-    stream = None
-    newest = 0
-
-    def __init__(self, resources: contextlib.ExitStack, event: Callable[..., None]) -> None:
-        self.resources, self.event = resources, event
-        self.rewards = SimpleNamespace(scored=0)
-        self.told: list[Any] = []
-        self.collector = SimpleNamespace(on_loop=lambda call: call())
-        self.fleet = SimpleNamespace(apply=self.told.append, requests_in_flight=lambda serial: 10 * serial)
-        self.wrong = False
-
-    def echo(self, *values: Any) -> Any:
-        return [self.newest, *map(bytes if values and isinstance(values[0], memoryview) else list, values)]
-
-    def files(self, *parts: bytes) -> tuple[Any, list[list[bytes]]]:
-        return len(parts), [[part, part] for part in parts]
-
-    def lacks_memory(self, size: int) -> None:
-        raise MemoryError(size)
-
-    def fails(self, name: str) -> None:
-        raise FAILURES[name]
-
-    def unsendable(self) -> object:
-        return object()
-
-    def waits(self, seconds: float, scores: bool = False) -> str:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(0.02)
-            self.rewards.scored += scores
-        return "waited"
-
-    def servers_told(self) -> list[Any]:
-        return self.told
-
-    def describes_wrongly(self) -> None:
-        self.wrong = True
-
-    def describe(self) -> str:
-        if self.wrong:
-            raise RuntimeError("dictionary changed size during iteration")
-        return "2 requests wait"
-
-    def touches_when_closed(self, path: str) -> None:
-        self.resources.callback(Path(path).touch)
-
-    def starts_rewards(self) -> int:
-        runner = RewardRunner(Reward(functions=["tests.helpers.rewards:varied"], workers=1), Rollout())
-        (worker,) = runner._workers
-        return worker._process.pid
-
-    def closes_slowly(self) -> None:
-        self.resources.callback(time.sleep, 60)
-
-    def matches(self, text: str) -> bool:
-        return re.match("(a|a)*b", text) is not None
-
-    def dies(self, number: int) -> None:
-        os.kill(os.getpid(), number)
-
-    def exits(self, status: int) -> None:
-        os._exit(status)
-
-    def leaves_a_child(self) -> int:
-        """It holds this process's end of the channel."""
-        if pid := os.fork():
-            return pid
-        time.sleep(60)
-        os._exit(0)
-
-
-def prepare(service: rollout_service.Service) -> None:
-    service.worker = Worker(service.resources, service._event)  # type: ignore[assignment]
 
 
 class Heard:
@@ -139,12 +45,16 @@ class Heard:
         self.ends.append(how)
 
 
+def start(descriptor: int, hides_torch: bool = True, prepare_s: float = 0.0) -> ForkedBesides:
+    """In place of `rollout_process.start`."""
+    return ForkedBesides(descriptor, setup=partial(scripted_rollouts.set_up, LOOK_S, prepare_s=prepare_s))
+
+
 @pytest.fixture(autouse=True)
 def quick_processes(monkeypatch) -> None:
-    monkeypatch.setattr(rollout_process, "start", fork)
+    begin_imports()
+    monkeypatch.setattr(rollout_process, "start", start)
     monkeypatch.setattr(rollout_process, "_LOOK_S", LOOK_S)
-    monkeypatch.setattr(rollout_service, "BEAT_S", LOOK_S)
-    monkeypatch.setattr(rollout_service.Service, "_prepare", prepare)
 
 
 @pytest.fixture
@@ -288,7 +198,7 @@ def test_a_frozen_process_is_ended(process, heard, monkeypatch):
 
 def test_a_process_may_take_longer_until_its_first_word(heard, monkeypatch):
     def frozen_start(descriptor: int, hides_torch: bool):
-        begun = fork(descriptor)
+        begun = start(descriptor)
         os.kill(begun.pid, signal.SIGSTOP)  # as one that reads its modules from a slow disk
         return begun
 
@@ -333,25 +243,14 @@ def test_a_close_is_bounded(process, heard, monkeypatch):
     assert time.monotonic() - began < 3 and is_gone(process.pid) and not heard.ends
 
 
-def test_it_ends_with_a_trainer_that_is_killed(tmp_path, monkeypatch):
+def test_it_ends_with_a_trainer_that_is_killed(tmp_path):
     """Whatever it does, with its reward workers. `rollout_service._CLOSE_S` bounds it."""
-    monkeypatch.setattr(rollout_service, "_CLOSE_S", 0.5)
-    pids = tmp_path / "pids"
-    if not (trainer := os.fork()):
-        processes = [RolloutProcess(lambda *_: None, lambda *_: None, 20.0) for _ in range(2)]
-        for process in processes:
-            process.call("prepare", 0)
-        processes[0].call("touches_when_closed", 0, [str(tmp_path / "closed")])
-        pids_of_rewards = [process.call("starts_rewards", 0)[0] for process in processes]
-        threading.Thread(target=processes[1].call, args=("waits", 0, [60]), daemon=True).start()
-        pids.with_suffix(".new").write_text(" ".join(map(str, [*pids_of_rewards, *(each.pid for each in processes)])))
-        pids.with_suffix(".new").rename(pids)
-        time.sleep(60)
-        os._exit(1)
-    assert not wait_for(pids.exists, 20)
-    os.kill(trainer, signal.SIGKILL)
-    os.waitpid(trainer, 0)
-    children = [int(pid) for pid in pids.read_text().split()]
+    trainer = ForkServerProcess(target=scripted_rollouts.train, args=(tmp_path, LOOK_S))
+    trainer.start()
+    assert not wait_for((tmp_path / "pids").exists, 20)
+    trainer.kill()
+    trainer.join()
+    children = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(children) == 4
     assert not wait_for(lambda: all(map(is_gone, children)), 10)
     assert (tmp_path / "closed").exists(), "what it has opened is released"
@@ -360,9 +259,14 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path, monkeypatch):
 def test_a_process_that_holds_the_interpreter_says_where_before_it_is_ended(heard, monkeypatch, tmp_path):
     monkeypatch.setattr(rollout_process, "FROZEN_S", 6)
     said = tmp_path / "stderr"
-    with said.open("w") as file, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", file)
+    own = os.dup(2)
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
         process = RolloutProcess(heard.on_event, heard.on_end, 20.0)
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
     process.call("prepare", 0)
     with pytest.raises(ProcessLost, match="was ended, because it has said nothing for 6 s"):
         process.call("matches", 0, ["a" * 64])
@@ -370,11 +274,7 @@ def test_a_process_that_holds_the_interpreter_says_where_before_it_is_ended(hear
 
 
 def test_a_users_module_may_hold_the_interpreter_while_it_is_imported(heard, monkeypatch):
-    def slowly(service: rollout_service.Service) -> None:
-        ctypes.PyDLL(None).usleep(10**6)  # as a large library that is loaded
-        prepare(service)
-
-    monkeypatch.setattr(rollout_service.Service, "_prepare", slowly)
+    monkeypatch.setattr(rollout_process, "start", partial(start, prepare_s=1.0))
     monkeypatch.setattr(rollout_process, "FROZEN_S", 6)  # looks, of LOOK_S each
     process = RolloutProcess(heard.on_event, heard.on_end, 20.0)
     process.call("prepare", 0)
