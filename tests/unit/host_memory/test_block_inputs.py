@@ -136,7 +136,9 @@ def test_feed_forward_layers_in_chunks_compute_the_same(kind, folder, one_rank, 
     if "compiled" in kind:
         request.getfixturevalue("compiler")
     expected, _ = trained(folder, False, kind)
-    found, _ = trained(folder, True, kind, mlp_chunk=24)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):  # one graph for all blocks, and one for rows of other lengths
+        found, _ = trained(folder, True, kind, mlp_chunk=24)
     assert len(found) == len(expected) > 3 + 6 * LAYERS
     close = dict(rtol=1e-5, atol=1e-6) if kind == "float32" else dict(rtol=0.02, atol=0.02)
     for one, other in zip(found, expected, strict=True):

@@ -31,12 +31,24 @@ def chunk_mlps(blocks: Iterable[nn.Module], tokens: int) -> None:
                 "[activation_checkpoint] mlp_chunk_tokens is for blocks with one feed-forward layer, which "
                 f"{type(block).__name__} has not: leave it out"
             )
-        layers[0].forward = functools.partial(_in_chunks, layers[0].forward, tokens)
+        layer, cls = layers[0], layers[0].__class__
+        layer.__class__, layer.chunk_tokens = _in_chunks(cls), tokens
 
 
-def _in_chunks(whole: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Tensor:
-    """x: [1, T, width]."""
-    of_chunk = whole
-    if torch.is_grad_enabled():
-        of_chunk = functools.partial(checkpoint, whole, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([of_chunk(chunk) for chunk in x.split(tokens, dim=1)], dim=1)
+@functools.cache
+def _in_chunks(cls: type[nn.Module]) -> type[nn.Module]:
+    """One class for all blocks, or each would be compiled by itself."""
+    return type(cls.__name__, (_InChunks, cls), {"__module__": cls.__module__})
+
+
+class _InChunks(nn.Module):
+    """Comes before a layer's own class."""
+
+    chunk_tokens: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [1, T, width]."""
+        of_chunk: Callable[[Tensor], Tensor] = super().forward
+        if torch.is_grad_enabled():
+            of_chunk = functools.partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([of_chunk(chunk) for chunk in x.split(self.chunk_tokens, dim=1)], dim=1)
