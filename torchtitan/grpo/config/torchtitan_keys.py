@@ -17,7 +17,6 @@ TORCHTITAN_TEXTS: dict[str, str] = {
     "lr_scheduler.decay_type": "Shape of the decay.",
     "training.dtype": "Type of weights, gradients and optimizer state. float32 keeps the small updates of RL.",
     "training.mixed_precision_param": "Type of weights and activations in the forward and backward passes.",
-    "training.mixed_precision_reduce": "Type in which gradients are reduced over ranks.",
     "parallelism.data_parallel_shard_degree": "Ranks that shard weights, gradients and optimizer state (FSDP2): 1 or "
     "more. -1 takes all ranks that the other degrees leave.",
     "checkpoint.export_dtype": "Type of the weights in the Hugging Face folder.",

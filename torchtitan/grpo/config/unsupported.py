@@ -19,6 +19,7 @@ UNSUPPORTED: dict[str, str] = {
     "training.local_batch_size": "training.tokens_per_microbatch splits a batch",
     "training.global_batch_size": "a batch has grpo.prompts_per_step x grpo.group_size answers",
     "training.enable_cpu_offload": "weights are published from device memory",
+    "training.mixed_precision_reduce": "gradients are summed over ranks in float32",
     "parallelism.fsdp_reshard_after_forward": 'training.reduce_gradients = "step" keeps gathered weights',
     "parallelism.enable_async_tensor_parallel": "packed attention does not compile with it",
     "parallelism.pipeline_parallel_": "only the last stage would have the logits; use FSDP and tensor parallelism",
