@@ -47,7 +47,7 @@ echo "== ruff"
 "$python" -m ruff format --check .
 echo "== mypy"
 "$python" -m mypy
-echo "== docs/configuration.md"
+echo "== generated docs"
 "$python" scripts/make_config_docs.py --check
 echo "== words of the docs"
 "$python" scripts/check_words.py

@@ -907,7 +907,7 @@ def test_defaults_pass_their_own_checks():
     assert check_ranges(load_config(MODEL)) == []
 
 
-def test_configuration_page_is_current():
+def test_generated_pages_are_current():
     script = ROOT / "scripts" / "make_config_docs.py"
     assert runpy.run_path(str(script))["main"](["--check"]) == 0
 

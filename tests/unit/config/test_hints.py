@@ -8,7 +8,7 @@ from torchtitan.grpo.config.earlier import GONE
 from torchtitan.grpo.config.hints import unknown_flag, unknown_name
 from torchtitan.grpo.config.keys import keys, table_keys
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.config.other_trainers import NAMES
+from torchtitan.grpo.config.other_trainers import NAMES, TRAINERS
 from torchtitan.grpo.config.unsupported import honoured_keys, unsupported_by
 from torchtitan.grpo.errors import UserError
 
@@ -242,6 +242,11 @@ def test_the_names_are_many_and_theirs_alone():
     assert len(TRL) >= 27 and len(VERL) >= 21 and len(PRIME_RL) >= 13
     honoured = {key.path for key in honoured_keys()}
     assert {entry.partition(":")[0] for entry in NAMES.values()} - {""} <= honoured
+
+
+def test_a_name_of_several_trainers_means_the_same_to_all():
+    differ = {name for names in TRAINERS.values() for name, entry in names.items() if NAMES[name] != entry}
+    assert not differ
 
 
 def test_a_key_without_effect_is_never_suggested():

@@ -1,4 +1,6 @@
-"""The common names of TRL, verl, prime-rl and OpenRLHF, for those who come from there.
+"""The common names of TRL, verl, prime-rl, NeMo-RL and OpenRLHF, for those who come from there.
+
+Messages that refuse a name have its key, and docs/coming_from.md has all of them (scripts/make_config_docs.py).
 
 Where the names are documented:
 
@@ -6,10 +8,12 @@ Where the names are documented:
   transformers' `TrainingArguments`, which `GRPOConfig` extends.
 - verl: verl.readthedocs.io/en/latest/examples/config.html, and the files of verl/trainer/config.
 - prime-rl: docs/configuration.md and docs/training.md, and packages/prime-rl-configs.
+- NeMo-RL: examples/configs/grpo_math_1B.yaml and docs/guides/grpo.md.
 - OpenRLHF: openrlhf/cli/train_ppo_ray.py.
 
 An entry is this project's key, then a note where values differ in meaning: "key: note". It is ": reason" where no key
-does the same. A dotted name holds in that section only.
+does the same. A dotted name holds in that section only. A name of several trainers may stand with each, if it means the
+same to all.
 """
 
 _LOGGED = ": console and metrics.jsonl get every step, [metrics] has switches for TensorBoard and W&B"
@@ -21,8 +25,7 @@ _PACKED = "training.tokens_per_microbatch: in tokens, since rows are packed"
 _IN_GROUPS = "grpo.prompts_per_step: in groups, over all ranks"
 _SERVER_FLAG = ": it is a flag of the servers, see [rollout] server_flags"
 
-NAMES = {
-    # TRL and transformers
+TRL = {
     "activation_offloading": "activation_checkpoint.offload",
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
@@ -86,7 +89,9 @@ NAMES = {
     "vllm_server_host": "rollout.urls",
     "vllm_tensor_parallel_size": "rollout.gpus_per_server",
     "warmup_ratio": "lr_scheduler.warmup_steps: in steps",
-    # verl
+}
+
+VERL = {
     "adv_estimator": 'grpo.advantage_baseline: "leave_one_out" for "rloo"',
     "clip_ratio": "grpo.ratio_clip_max: the lower clip is ratio_clip_min",
     "clip_ratio_c": "grpo.ratio_clip_c",
@@ -106,10 +111,12 @@ NAMES = {
     "kl_loss_coef": "grpo.kl_coef",
     "kl_loss_type": "grpo.kl_estimator",
     "logger": _LOGGED,
+    "lora_alpha": "lora.alpha",
     "lora_rank": "lora.rank",
     "loss_agg_mode": "grpo.loss_aggregation",
     "lr_warmup_steps": "lr_scheduler.warmup_steps",
     "max_model_len": "training.seq_len",
+    "max_prompt_length": "data.max_prompt_tokens",
     "max_response_length": "rollout.max_answer_tokens",
     "model.path": "model.hf_assets_path",
     "n_gpus_per_node": _RANKS,
@@ -131,6 +138,7 @@ NAMES = {
     "rollout_is": "grpo.importance_level",
     "rollout_is_threshold": "grpo.importance_max",
     "save_freq": "checkpoint.interval",
+    "temperature": "rollout.temperature",
     "tensor_model_parallel_size": "rollout.gpus_per_server: the trainer's is [parallelism] tensor_parallel_degree",
     "test_freq": "validation.freq",
     "total_epochs": _STEPS,
@@ -143,7 +151,9 @@ NAMES = {
     "val_kwargs.n": "validation.samples_per_prompt",
     "val_kwargs.temperature": "validation.temperature",
     "val_kwargs.top_p": "validation.top_p",
-    # prime-rl
+}
+
+PRIME_RL = {
     "batch_size": "grpo.prompts_per_step: in groups",
     "ckpt.interval": "checkpoint.interval",
     "client.base_url": "rollout.urls",
@@ -158,18 +168,83 @@ NAMES = {
     "max_inflight_rollouts": "rollout.max_concurrent_requests: per server",
     "max_new_tokens": "rollout.max_answer_tokens",
     "max_off_policy_steps": "async_grpo.max_trajectory_age_steps",
+    "max_steps": "training.steps",
     "max_tokens": "rollout.max_answer_tokens",
     "model.name": "model.hf_assets_path: a folder or an id of the hub",
     "num_infer_gpus": "rollout.replicas: servers, of [rollout] gpus_per_server",
     "num_train_gpus": _RANKS,
     "optim.lr": "optimizer.lr",
     "optim.type": "optimizer.name",
+    "output_dir": "job.dump_folder",
     "oversampling_factor": "grpo.oversampling: the extra share, oversampling_factor - 1",
     "rollouts_per_example": "grpo.group_size",
     "scheduler.type": "lr_scheduler.decay_type: set decay_ratio too",
+    "temperature": "rollout.temperature",
     "tensor_parallel_size": "rollout.gpus_per_server",
     "weight_broadcast.type": "weight_sync.transport",
-    # OpenRLHF, and others
+}
+
+NEMO_RL = {
+    "activation_checkpointing": 'activation_checkpoint.mode: "full" for true',
+    "checkpoint_dir": "job.dump_folder",
+    "colocated.enabled": "rollout.colocate",
+    "context_parallel_size": "parallelism.context_parallel_degree",
+    "dtensor_cfg.tensor_parallel_size": "parallelism.tensor_parallel_degree",
+    "generation.backend": "rollout.engine",
+    "gpu_memory_utilization": "rollout.memory_share: with colocate",
+    "in_flight_weight_updates": "async_grpo.in_flight_weight_updates",
+    "input_key": "data.prompt_column",
+    "keep_top_k": "checkpoint.keep_latest_k: the newest ones; keep_best keeps the best one too",
+    "log_dir": "job.dump_folder",
+    "logprob_batch_size": ": log-probabilities are computed on the packed rows of [training] tokens_per_microbatch",
+    "lr": "optimizer.lr",
+    "max_grad_norm": "training.max_norm",
+    "max_input_seq_length": "data.max_prompt_tokens",
+    "max_new_tokens": "rollout.max_answer_tokens",
+    "max_num_epochs": _STEPS,
+    "max_num_steps": "training.steps",
+    "max_total_sequence_length": "training.seq_len",
+    "max_trajectory_age_steps": "async_grpo.max_trajectory_age_steps",
+    "max_val_samples": "validation.prompts",
+    "metric_name": 'checkpoint.keep_best: as in "validation/greedy_reward"',
+    "model_name": "model.hf_assets_path: a folder or an id of the hub",
+    "normalize_rewards": "grpo.advantage_std",
+    "num_generations_per_prompt": "grpo.group_size",
+    "num_nodes": _RANKS,
+    "num_prompts_per_step": "grpo.prompts_per_step",
+    "output_key": "data.answer_column",
+    "overlong_filtering": "grpo.overlong_filter",
+    "precision": "training.mixed_precision_param",
+    "prompt_file": "data.prompt_template: the text itself",
+    "ratio_clip_c": "grpo.ratio_clip_c",
+    "ratio_clip_max": "grpo.ratio_clip_max",
+    "ratio_clip_min": "grpo.ratio_clip_min",
+    "recompute_kv_cache_after_weight_updates": "async_grpo.recompute_kv_cache_after_weight_updates",
+    "reference_policy_kl_penalty": "grpo.kl_coef",
+    "save_period": "checkpoint.interval",
+    "sequence_level_importance_ratios": 'grpo.policy_loss: "gspo" for true',
+    "stop_strings": "rollout.stop",
+    "system_prompt_file": "data.system_prompt: the text itself",
+    "temperature": "rollout.temperature",
+    "tensorboard_enabled": "metrics.enable_tensorboard",
+    "token_level_loss": 'grpo.loss_aggregation: "token" for true, "sequence" for false',
+    "train_data_path": "data.path",
+    "train_global_batch_size": "grpo.minibatches: their number, answers of a step / train_global_batch_size",
+    "train_mb_tokens": "training.tokens_per_microbatch",
+    "train_micro_batch_size": _PACKED,
+    "train_split": "data.split",
+    "truncated_importance_sampling_ratio": "grpo.importance_max",
+    "use_dynamic_sampling": 'grpo.zero_variance_groups: "replace"',
+    "use_importance_sampling_correction": 'grpo.importance_correction: "truncate" for true, "none" for false',
+    "use_leave_one_out_baseline": 'grpo.advantage_baseline: "leave_one_out" for true',
+    "val_data_path": "data.validation_path",
+    "val_period": "validation.freq",
+    "val_split": "data.validation_split",
+    "vllm_cfg.tensor_parallel_size": "rollout.gpus_per_server",
+    "wandb_enabled": "metrics.enable_wandb",
+}
+
+OTHERS = {
     "actor_learning_rate": "optimizer.lr",
     "advantage_estimator": 'grpo.advantage_baseline: "leave_one_out" for "rloo"',
     "generate_max_len": "rollout.max_answer_tokens",
@@ -186,6 +261,9 @@ NAMES = {
     "seed": "debug.seed",
     "validation.interval": "validation.freq",
 }
+
+TRAINERS = {"TRL": TRL, "verl": VERL, "prime-rl": PRIME_RL, "NeMo-RL": NEMO_RL, "OpenRLHF and others": OTHERS}
+NAMES = {name: entry for names in TRAINERS.values() for name, entry in names.items()}
 
 NOT_THE_POLICY = {
     *("critic", "distill", "eval", "reward", "reward_model", "validation"),
