@@ -16,7 +16,7 @@ HELP = {
     "sync": "[weight_sync] async_weight_update sends weights beside the next step.",
     "reward": "More [reward] workers, or a faster reward function.",
 }
-"""What helps against each bound; docs/performance.md has more."""
+"""What helps against each bound; docs/by_symptom.md and docs/performance.md have more."""
 
 _FALL = 0.05
 """Held-out reward that is lost since the best validation, in shares of the best, from which it is a warning."""
@@ -27,9 +27,12 @@ _MISMATCH = 0.05
 
 @dataclass(frozen=True)
 class Finding:
+    """`symptom` is the section of docs/by_symptom.md that says what to do, "" if none does."""
+
     level: Level
     title: str
     text: str = ""
+    symptom: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,16 +81,19 @@ def _learning(run: Run) -> Iterator[Finding]:
         best_step, best = max(held_out, key=lambda point: point[1])
         if last < best - _FALL * abs(best):
             text = f"It was {best:.3f} at step {best_step:,} and is {last:.3f} at step {step:,}."
-            yield Finding("warning", "Held-out reward has fallen since its best", text)
+            title = "Held-out reward has fallen since its best"
+            yield Finding("warning", title, text, "reward-up-held-out-reward-down")
         elif last > first:
             yield Finding("good", f"Held-out reward rose from {first:.3f} to {last:.3f}")
         else:
-            yield Finding("warning", f"Held-out reward has not risen: {first:.3f} at first, {last:.3f} now")
+            title = f"Held-out reward has not risen: {first:.3f} at first, {last:.3f} now"
+            yield Finding("warning", title, symptom="the-reward-is-flat")
     entropy = [value for _, value in run.points("policy/entropy")]
     tenth = len(entropy) // 10
     if tenth and statistics.fmean(entropy[-tenth:]) < _COLLAPSED * statistics.fmean(entropy[:tenth]):
         text = "The policy answers nearly always the same. A bonus, clip-higher or a higher temperature keeps it wider."
-        yield Finding("note", f"Entropy fell from {entropy[0]:.2g} to {entropy[-1]:.2g}", text)
+        title = f"Entropy fell from {entropy[0]:.2g} to {entropy[-1]:.2g}"
+        yield Finding("note", title, text, "reward-up-held-out-reward-down")
 
 
 def _signal(run: Run) -> Iterator[Finding]:
@@ -98,11 +104,11 @@ def _signal(run: Run) -> Iterator[Finding]:
     silent = sorted(equal | {step for step, tokens in run.points("train/answer_tokens") if tokens == 0})
     if silent:
         text = f"No group's rewards differed, so nothing was learned: {_listed(silent)}."
-        yield Finding("warning", f"{_count(len(silent), 'step')} without a signal", text)
+        yield Finding("warning", f"{_count(len(silent), 'step')} without a signal", text, "all-groups-are-equal")
     recent = [share for _, share in zero[-max(1, len(zero) // 10) :]]
     if recent and (share := statistics.fmean(recent)) > 0.5:
         text = "Their prompts are always or never solved: other prompts or larger groups give more signal."
-        yield Finding("note", f"{share:.0%} of the newest groups gave no signal", text)
+        yield Finding("note", f"{share:.0%} of the newest groups gave no signal", text, "all-groups-are-equal")
 
 
 def _rewards(run: Run) -> Iterator[Finding]:
@@ -111,12 +117,14 @@ def _rewards(run: Run) -> Iterator[Finding]:
         names = sorted({name for sample in run.samples for name in sample["reward_failures"]})
         text = f"Steps {_listed([step for step, _ in failures])}."
         text += f" Functions in samples.jsonl that failed: {', '.join(names)}." if names else ""
-        yield Finding("problem", f"{_count(sum(count for _, count in failures), 'reward')} failed", text)
+        title = f"{_count(sum(count for _, count in failures), 'reward')} failed"
+        yield Finding("problem", title, text, "the-reward-is-flat")
     cut = [share for _, share in run.points("rollout/truncated_fraction")]
     recent = cut[-max(1, len(cut) // 10) :]
     if recent and (share := statistics.fmean(recent)) > _TRUNCATED:
         text = "Their rewards are of unfinished answers: raise [rollout] max_answer_tokens, or penalise length."
-        yield Finding("warning", f"{share:.0%} of the newest answers were cut at the length limit", text)
+        title = f"{share:.0%} of the newest answers were cut at the length limit"
+        yield Finding("warning", title, text, "answers-are-cut")
 
 
 def _training(run: Run) -> Iterator[Finding]:
@@ -130,10 +138,10 @@ def _training(run: Run) -> Iterator[Finding]:
     mismatch = [value for _, value in run.points("policy/mismatch_abs")]
     if mismatch and (median := statistics.median(mismatch)) > _MISMATCH:
         text = "Servers and trainer disagree by this much in the mean. Old answers or other precisions cause it."
-        yield Finding("warning", f"Log-probabilities differ by {median:.2g} nats", text)
+        yield Finding("warning", f"Log-probabilities differ by {median:.2g} nats", text, "the-mismatch-grows")
     if retries := run.last("memory/alloc_retries"):
         text = "Each time the allocator emptied its cache. Shorter rows or more checkpointing leave more room."
-        yield Finding("warning", f"GPU memory was short {_count(retries, 'time')}", text)
+        yield Finding("warning", f"GPU memory was short {_count(retries, 'time')}", text, "out-of-memory")
 
 
 def _rollouts(run: Run) -> Iterator[Finding]:
@@ -150,11 +158,12 @@ def _rollouts(run: Run) -> Iterator[Finding]:
 def _servers(run: Run) -> Iterator[Finding]:
     lost = [step for step, count in run.points("sync/servers_lost") if count]
     if lost:
-        yield Finding("warning", f"Servers were lost in {_count(len(lost), 'step')}", f"Steps {_listed(lost)}.")
+        title = f"Servers were lost in {_count(len(lost), 'step')}"
+        yield Finding("warning", title, f"Steps {_listed(lost)}.", "a-server-is-out-of-traffic")
     missed = sum(count for _, count in run.points("sync/missed"))
     if missed:
         text = "They got the next version, or were fed alone."
-        yield Finding("note", f"Servers missed {_count(missed, 'weight update')}", text)
+        yield Finding("note", f"Servers missed {_count(missed, 'weight update')}", text, "a-server-is-out-of-traffic")
 
 
 def _count(number: float, what: str) -> str:

@@ -155,11 +155,13 @@ def _verdict(bounded: Bound | None, found: list[Finding]) -> str:
         bars = (
             f'<h2>What bounds a step</h2><p class="bound">{name}</p><div class="bar">{parts}</div>'
             f'<p class="keys">{labels}</p><p>{_text(bounded.help)}</p>'
+            "<p><small>More: docs/by_symptom.md#steps-are-slow-or-get-slower</small></p>"
         )
-    items = "".join(
-        f'<li class="{one.level}"><b>{_text(one.title)}</b>{f"<p>{_text(one.text)}</p>" if one.text else ""}</li>'
-        for one in found
-    )
+    items = ""
+    for one in found:
+        see = f"<p><small>What to do: docs/by_symptom.md#{one.symptom}</small></p>" if one.symptom else ""
+        text = f"<p>{_text(one.text)}</p>" if one.text else ""
+        items += f'<li class="{one.level}"><b>{_text(one.title)}</b>{text}{see}</li>'
     return f'<div class="card verdict">{bars}<h2>Findings</h2><ul>{items}</ul></div>'
 
 

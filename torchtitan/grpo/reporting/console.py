@@ -77,6 +77,7 @@ class Console:
         self._held_out: dict[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._last_step_at: float | None = None
+        self._warned = False
 
     def log(self, step: int, values: dict[str, float], prefix: str = "") -> None:
         """Show a step's metrics; with a prefix, those that `MetricsLogger.log` put it before."""
@@ -90,10 +91,13 @@ class Console:
         known, eta = self._held_out | values, self._eta(step, values)
         line = f"step {step}/{self._total_steps}" + (f"  eta {eta}" if eta else "")
         line += "".join(f"  {label} {form.format(known[name])}" for label, name, form in self.fields if name in known)
-        line += step_warnings(values, self._other_signal)
+        line += (warned := step_warnings(values, self._other_signal))
         if step and self.fields is not SFT_FIELDS and (bound := verdict(values)):  # step 0 is only validated
             line += f"  {bound}"
         logger.info(line)
+        if "no signal" in warned and not self._warned:
+            self._warned = True
+            logger.info("docs/by_symptom.md#all-groups-are-equal says what to look at when a step has no signal")
 
     def _eta(self, step: int, values: dict[str, float]) -> str:
         """Time left, "" before a step was timed."""

@@ -145,7 +145,7 @@ class SamplerCheck:
             f"sampler and trainer log-probabilities of the same tokens differ by "
             f"{', '.join(f'{mean:.3f} nat on average at {server}' for server, mean in means.items())}, over [rollout] "
             f"max_logprob_mismatch = {self._limit}: check that the server serves this model, runs with "
-            "--logprobs-mode processed_logprobs and no quantisation"
+            "--logprobs-mode processed_logprobs and no quantisation (docs/by_symptom.md#the-mismatch-grows)"
         )
 
 

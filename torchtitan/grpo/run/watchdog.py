@@ -88,7 +88,8 @@ class Watchdog:
             reported = still_s >= self._after_s
 
     def _report(self, still_s: float) -> None:
-        lines = [f"no progress for {still_s:.0f} s ([debug] hang_seconds): {self._progress.describe()}"]
+        about = f"{self._progress.describe()}; docs/by_symptom.md#the-run-hangs reads this"
+        lines = [f"no progress for {still_s:.0f} s ([debug] hang_seconds): {about}"]
         for part in self._parts:
             try:
                 lines.append(part())
