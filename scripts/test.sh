@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change lands: lint, format, types, generated docs, all tests. .ci/run calls this.
+# Everything that must hold before a change lands: lint, format, types, docs, all tests. .ci/run calls this.
 #
 #   bash scripts/test.sh [--no-vllm] [--no-sglang] [pytest arguments ...]
 #
@@ -23,7 +23,7 @@ done
 cd "$(repo_root)"
 
 use_venv
-install_project '.[test]'
+install_project '.[test,docs]'
 
 # provide NAME WANTED VARIABLE INSTALLER VENV: export the variable, the Python that runs this engine's servers.
 provide() {
@@ -51,6 +51,8 @@ echo "== generated docs"
 "$python" scripts/make_config_docs.py --check
 echo "== words of the docs"
 "$python" scripts/check_words.py
+echo "== the docs as a site, and their links"
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --quiet
 echo "== pytest"
 # The tests start some hundred processes, each of which would compile this project's files again.
 unset PYTHONDONTWRITEBYTECODE
