@@ -9,8 +9,8 @@ upstream module prepares it for this machine. If upstream's package was imported
 transformers, imported later, reads its folders once. Garbage is collected less often, which makes imports quicker; not
 in vLLM, which is left as it is.
 
-`grpo_train`, the embedded server, reward workers and vLLM's entry point start with this module. In a checkout
-`torchtitan/__init__.py` does too.
+`grpo_train`, the console script, the embedded server, reward workers and vLLM's entry point start with this module. In
+a checkout `torchtitan/__init__.py` does too.
 """
 
 import functools
@@ -141,6 +141,13 @@ def _prepare_upstream() -> None:
 
 def _refuse_moe(*_args: object, **_kwargs: object) -> None:
     raise RuntimeError("torchtitan's mixture-of-experts kernels need Triton, which is not installed")
+
+
+def command() -> None:
+    """The console script."""
+    from torchtitan.grpo.commands.console import main
+
+    main()
 
 
 def register_in_vllm() -> None:

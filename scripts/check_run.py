@@ -12,7 +12,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from json_lines import read_lines
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 
 class Report:

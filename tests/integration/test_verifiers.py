@@ -39,7 +39,7 @@ PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=60, stop_token_ids=(2,)
 def verifiers_is_there() -> None:
     """Imported here, and not where each process of the tests collects all of them: that takes seven seconds."""
     global TASKSETS, Conversation, ProviderError, Traced, VerifiersEnvironment, served
-    pytest.importorskip("verifiers", reason='needs verifiers: pip install "torchtitan-grpo[verifiers]"')
+    pytest.importorskip("verifiers", reason='needs verifiers: pip install "verifiers>=0.4,<0.5"')
     from verifiers.v1.errors import ProviderError
 
     from tests.helpers.verifiers_tasks.four import TASKSETS

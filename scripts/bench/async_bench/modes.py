@@ -14,10 +14,10 @@ from async_bench.long_tail import LENGTHS, draw_lengths
 from async_bench.measured import MEASURED, compare, in_order, summarise
 from async_bench.processes import healthy, train
 from bench_common.output import Output, Row
-from json_lines import read_lines
 
 from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 Flags = dict[str, Any]
 

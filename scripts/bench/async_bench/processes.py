@@ -6,11 +6,11 @@ from pathlib import Path
 
 from bench_common.arguments import as_flags
 from bench_common.process import device_environment, import_environment, limited
-from json_lines import read_lines
 from process_group import ProcessGroup, wait_for
 
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 POLL_S = 0.5
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from async_bench.measured import MODES
 from bench_common.output import Output, Row
-from json_lines import read_lines
 from learning_bench.reached import best, curve, summarise, thresholds_of
 from learning_bench.runs import RUN_FILE, complete
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 COLUMNS = """contender lr seeds steps seconds start final final_std seconds_to_1 seconds_to_2 seconds_to_3
     tokens_to_1 tokens_to_2 tokens_to_3 answers_to_1 answers_to_2 answers_to_3 reached_3"""

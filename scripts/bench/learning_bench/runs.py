@@ -14,13 +14,13 @@ from bench_common import BENCH
 from bench_common.arguments import as_flags
 from bench_common.output import Output
 from bench_common.process import device_environment, import_environment
-from json_lines import read_lines
 from learning_bench.reached import REWARD
 from process_group import ProcessGroup
 
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 Flags = dict[str, Any]
 

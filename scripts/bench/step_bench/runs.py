@@ -11,8 +11,9 @@ from pathlib import Path
 from bench_common.output import Output, Row, cell
 from bench_common.process import device_environment, import_environment, limited, nvls_environment
 from bench_common.shapes import write_model
-from json_lines import read_lines
 from process_group import ProcessGroup, wait_for
+
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 POLL_S = 0.2
 LEAST_S = 20.0

@@ -271,7 +271,7 @@ class Rollout:
     stop: list[str] = field(default_factory=list)
     """Texts that end an answer, such as `</answer>`. The answer keeps the token that completes one."""
     record_gib: Annotated[float, Range(at_least=0, at_most=1e6)] = 0.0
-    """Keep what each step is trained on, for `scripts/replay.py`, in up to this many GiB: compressed files in
+    """Keep what each step is trained on, for `torchtitan-grpo replay`, in up to this many GiB: compressed files in
     `job.dump_folder`/rollouts, oldest removed first. 0 keeps nothing."""
     environment: str = ""
     """Multi-turn rollouts (docs/environments.md): `verifiers:NAME` or `openenv:URL` of those packages, or your own

@@ -99,7 +99,7 @@ def check_job(given: dict[str, Any], job: Job) -> list[str]:
 
 
 def of_replay(config: JobConfig, run: Path, out: Path | None, after: int) -> JobConfig:
-    """What scripts/replay.py makes of a run's configuration: what it does not need is not loaded.
+    """What `torchtitan-grpo replay` makes of a run's configuration: what it does not need is not loaded.
 
     The record may be on another machine than the data and the reward. The run's checkpoints are read and not written.
 

@@ -47,7 +47,7 @@ def check_machine(
     """
     world_size = planned_ranks(config) if world_size is None else world_size
     if config.ray.enable and find_spec("ray") is None:
-        return [_missing("[ray] enable = true", "ray", "ray", "false")]
+        return [_missing("[ray] enable = true", "ray", "false")]
     if config.ray.enable and "RANK" not in os.environ:  # the driver: each rank checks its own machine
         return list(check_ranks(config, world_size, job)) if config.ray.ranks else []
     if target is not None and not target.here:
@@ -98,18 +98,15 @@ def shares_gpu(config: JobConfig, gpus: int, trainers_here: int) -> bool:
 def _check_dashboards(config: JobConfig) -> Iterator[str]:
     port = config.metrics.prometheus_port
     if config.metrics.enable_wandb and find_spec("wandb") is None:
-        yield _missing("[metrics] enable_wandb = true", "wandb", "wandb", "false")
+        yield _missing("[metrics] enable_wandb = true", "wandb", "false")
     if port and find_spec("prometheus_client") is None:
-        yield _missing(f"[metrics] prometheus_port = {port}", "prometheus_client", "prometheus", "0")
+        yield _missing(f"[metrics] prometheus_port = {port}", "prometheus-client", "0")
     if port:
         yield from _check_port("[metrics] prometheus_port", LOOPBACK, port)
 
 
-def _missing(what: str, package: str, extra: str, off: str) -> str:
-    return (
-        f"{what}: the {package} package is missing: pip install 'torchtitan-grpo[{extra}]' (in a checkout: "
-        f"'.[{extra}]'), or set it to {off}"
-    )
+def _missing(what: str, package: str, off: str) -> str:
+    return f"{what}: the package {package} is missing: pip install {package}, or set it to {off}"
 
 
 def _check_endpoint(config: JobConfig, job: Job) -> Iterator[str]:

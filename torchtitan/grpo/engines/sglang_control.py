@@ -224,7 +224,7 @@ class SglangControl(HttpControl):
         if "unhandled cuda error" in said:  # NCCL's message
             raise UserError(
                 f"{self.url}: {said}: do both ends use NCCL's cuMem? SGLang sets NCCL_CUMEM_ENABLE=0 unless it is set: "
-                "start it with scripts/serve_sglang.sh, or with NCCL_CUMEM_ENABLE=-2, NCCL's own default"
+                "start it with torchtitan-grpo serve sglang, or with NCCL_CUMEM_ENABLE=-2, NCCL's own default"
             )
 
 

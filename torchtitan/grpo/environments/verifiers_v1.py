@@ -48,7 +48,7 @@ try:
     from torchtitan.grpo.environments.verifiers_client import ADDRESS, CURRENT, MODEL, Conversation, FleetInterception
 except ModuleNotFoundError as missing:
     raise UserError(
-        f'[rollout] environment = "verifiers:..." needs {missing.name!r}: pip install "torchtitan-grpo[verifiers]"'
+        f'[rollout] environment = "verifiers:..." needs {missing.name!r}: pip install "verifiers>=0.4,<0.5"'
     ) from missing
 
 START_TIMEOUT_S = 120.0

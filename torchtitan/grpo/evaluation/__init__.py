@@ -1,4 +1,4 @@
-"""What `scripts/evaluate.py` is made of: a model's answers to held-out prompts, outside a run.
+"""What `torchtitan-grpo evaluate` is made of: a model's answers to held-out prompts, outside a run.
 
     inputs.py          the configuration that fits an evaluation; what a checkpoint's run has trained on
     results.py         answers.jsonl, result.json, config.toml, and the table of the terminal

@@ -105,7 +105,7 @@ def evaluation_config(
     named = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     of_servers = {"rollout.replicas": "0" if urls else "1"}
     if "dry_run" in named:
-        raise UserError("scripts/evaluate.py has no --dry_run: for a short evaluation, lower --validation.prompts")
+        raise UserError("torchtitan-grpo evaluate has no --dry_run: for a short evaluation, lower --validation.prompts")
     step = checkpoint_of(folder)
     if step is not None and CONFIG_FILE not in named and _is_supervised(step):
         raise UserError(

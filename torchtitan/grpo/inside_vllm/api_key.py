@@ -1,7 +1,7 @@
 """ASGI middleware for vLLM: every route asks for the API key, except /health.
 
 vLLM's own check covers `/v1` and a few more prefixes. The routes that pause a server, replace its weights or call its
-workers stay open. `scripts/serve_vllm.sh` adds this class when VLLM_API_KEY is set:
+workers stay open. `torchtitan-grpo serve vllm` adds this class when VLLM_API_KEY is set:
 
     --middleware torchtitan.grpo.inside_vllm.api_key.ApiKeyMiddleware
 

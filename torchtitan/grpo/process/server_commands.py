@@ -1,19 +1,18 @@
 """What is known of each engine without asking a server: its command line, and what its servers can do.
 
-One class for each engine. scripts/serve_vllm.sh and serve_sglang.sh run this file by itself, with the engine's Python:
-it imports nothing but the standard library. `engines/registry.py` has the rest of an engine's row, and imports it. What
-a flag is for is said here and nowhere else.
+One class for each engine. `torchtitan-grpo serve` may run in the engine's environment, which need not have torchtitan:
+this file imports nothing but the standard library. `engines/registry.py` has the rest of an engine's row, and imports
+it. What a flag is for is said here and nowhere else.
 """
 
-import argparse
 import ipaddress
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import ClassVar
 
@@ -59,7 +58,7 @@ _EMBEDDED = "import torchtitan_overlay; from torchtitan.grpo.engines.embedded.__
 
 
 class ServerCommandError(Exception):
-    """A server cannot be started like that. `status` is the scripts' exit status: 2 for wrong arguments, else 1."""
+    """A server cannot be started like that. `status` is that of the process: 2 for wrong arguments, else 1."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -184,12 +183,12 @@ class ServerCommand:
         if not folder:
             raise ServerCommandError(
                 f"{python} has no {self.title}; set {self.python_variable} to the Python that has it, install it "
-                f"(pip install {self._requirement}), or, for CPU, run scripts/install_{self.engine}_cpu.sh"
+                f"(pip install {self._requirement}), or, for CPU, run a checkout's scripts/install_{self.engine}_cpu.sh"
             )
         if self._needs_plugin and plugin != "True":
             raise ServerCommandError(
                 f"{python} has {self.title} but not this project's weight-sync plug-in; install it there:\n"
-                f"    {python} -m pip install --no-deps {ROOT}"
+                f"    {python} -m pip install --no-deps {_source()}"
             )
         return folder
 
@@ -393,6 +392,14 @@ COMMANDS: dict[str, type[ServerCommand]] = {
 """`[rollout] engine` and `[distill] engine` -> what is known of it."""
 
 
+def _source() -> str:
+    """What pip installs this project from: the checkout, or what it was installed from here."""
+    if (ROOT / "pyproject.toml").is_file():
+        return str(ROOT)
+    told = distribution("torchtitan-grpo").read_text("direct_url.json")
+    return json.loads(told)["url"] if told else "WHEEL, the file that it was installed from here"
+
+
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment without the variables that torchrun gives to its workers."""
     names = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
@@ -446,51 +453,3 @@ def visible_devices(gpus: Sequence[int], environ: Mapping[str, str]) -> str:
             f"--gpu {wanted}: CUDA_VISIBLE_DEVICES = {environ['CUDA_VISIBLE_DEVICES']} has {len(visible)} device(s)", 2
         )
     return ",".join(visible[gpu] for gpu in gpus)
-
-
-def main(arguments: list[str]) -> None:
-    """`ENGINE MODEL [--port N] [--host ADDRESS [--expose]] [--cpu | --gpu N[,N...]] [the engine's flags ...]`.
-
-    The scripts have it documented. This process becomes the server.
-    """
-    engine, *rest = arguments
-    try:
-        command, port = _parsed(COMMANDS[engine], rest)
-        argv, environment = command.argv(port, command.engine_folder()), command.environment()
-    except ServerCommandError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.status)
-    print("+", shlex.join(argv), file=sys.stderr, flush=True)
-    os.execvpe(argv[0], argv, environment)
-
-
-def _parsed(engine: type[ServerCommand], arguments: list[str]) -> tuple[ServerCommand, int]:
-    """The server, and its port."""
-    key = engine.key_variable
-    if any(word.partition("=")[0] == "--api-key" for word in arguments):
-        raise ServerCommandError(f"--api-key shows the key to everyone who runs ps: export {key} instead", 2)
-    if not arguments or arguments[0].startswith("-"):
-        raise ServerCommandError("MODEL comes first: name a folder with config.json and a tokenizer", 2)
-    parser = argparse.ArgumentParser(prog=f"serve_{engine.engine}.sh", add_help=False, allow_abbrev=False)
-    parser.add_argument("model")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--host", default=LOOPBACK)
-    parser.add_argument("--expose", action="store_true")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--gpu", type=gpu_list, default=())
-    given, flags = parser.parse_known_args(arguments)
-    check_exposure(given.host, given.expose, f"Export {key}")
-    if given.expose and not is_loopback(given.host) and not os.environ.get(key):
-        said = f"warning: --expose without {key}: whoever reaches port {given.port} can replace the weights"
-        print(said, file=sys.stderr)
-    gpus = () if given.cpu else given.gpu or None
-    return engine(given.model, gpus, tuple(flags), host=given.host, key_env=key), given.port
-
-
-def gpu_list(text: str) -> tuple[int, ...]:
-    """Of "0,1"."""
-    return tuple(int(gpu) for gpu in text.split(",") if gpu)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -6,7 +6,7 @@
     usage.py           `Usage`: tokens and FLOPs a second, GPU memory, GPU hours
     writers.py         `MetricsLogger`: `metrics.jsonl`, `config.toml`, TensorBoard, and whoever else shows metrics
       wandb_run.py, prometheus.py    Weights & Biases;  an endpoint for Prometheus
-      step_lines.py    `StepLines`: a JSONL file that a resumed run continues
+      step_lines.py    `StepLines`: a JSONL file that a resumed run continues; reads one
     sample_log.py      `SampleLog`: `samples.jsonl`, `validation_samples.jsonl`
     console.py         `Console`: what a user reads of a step
 

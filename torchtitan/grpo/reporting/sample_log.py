@@ -1,4 +1,4 @@
-"""Answers of a run in files that scripts/show_samples.py and scripts/report.py read."""
+"""Answers of a run in files that `torchtitan-grpo samples` and `report` read."""
 
 from __future__ import annotations
 

@@ -114,6 +114,14 @@ class StepLines:
         self._file = self.path.open("ab", buffering=0)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file that may still be written; none if it does not exist."""
+    if not path.exists():
+        return []
+    with _readable(path) as lines:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def _readable(path: Path) -> TextIO:
     """A torn last line may end inside a character."""
     return path.open(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Answers to held-out prompts, for a run's validation and for `scripts/evaluate.py`."""
+"""Answers to held-out prompts, for a run's validation and for `torchtitan-grpo evaluate`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What each step was trained on, in files: written with `[rollout] record_gib`, read by `scripts/replay.py`.
+"""What each step was trained on, in files: written with `[rollout] record_gib`, read by `torchtitan-grpo replay`.
 
 `rollouts/step-000012.npz` in the run's folder holds step 12. It is a compressed zip archive of .npy arrays with a
 CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay all answers end to end:

@@ -19,5 +19,5 @@
     watchdog.py            `Progress`: since when nothing was done; `Watchdog`: what every part waits for then
     ray/                   `[ray]`: its processes are actors
 
-grpo_train.py, sft_train.py and scripts/replay.py are `Run`s. Nothing else in the package imports this room.
+grpo_train.py, sft_train.py and commands/replay.py are `Run`s. Nothing else in the package imports this room.
 """

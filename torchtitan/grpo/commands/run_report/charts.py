@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from run_report.run_folder import Points
+from torchtitan.grpo.commands.run_report.run_folder import Points
 
 COLOURS = ("#2563c9", "#e0762f", "#26936a", "#8b57c7", "#c73e58", "#0f93a8", "#b58a00", "#5d6673", "#c76fae")
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 190, 46, 10, 8, 22

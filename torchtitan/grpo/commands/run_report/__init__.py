@@ -1,4 +1,4 @@
-"""The parts of scripts/report.py.
+"""The parts of report.py.
 
 run_folder.py   a run's files -> `Run`: steps, answers, configuration
 findings.py     what bounds the steps, what went well and what went wrong, in words

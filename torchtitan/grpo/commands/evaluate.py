@@ -1,29 +1,11 @@
-#!/usr/bin/env python3
-"""Evaluate a model on held-out prompts, with servers that this script starts and stops.
+"""Evaluate a model on held-out prompts, with servers that are started and stopped."""
 
-    python scripts/evaluate.py outputs/quickstart/checkpoint/step-120
-    python scripts/evaluate.py models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
-
-MODEL is a checkpoint, a Hugging Face folder or an id of the hub. Held-out sets, rewards and lengths are those of the
-configuration: a checkpoint brings its run's, `--job.config_file` names another. Every other flag is one of the
-trainer's, as in `--validation.samples_per_prompt 16 --validation.temperature 0.6`. Results go to result.json,
-answers.jsonl and config.toml in a new folder. docs/evaluation.md explains the numbers.
-
-Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for anything else. The servers are stopped in
-each case.
-"""
-
-import argparse
 import contextlib
 import os
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import torchtitan_overlay  # noqa: F401
 
 import torch
 
@@ -37,14 +19,14 @@ from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
-from torchtitan.grpo.engines.registry import ENGINES, make_server
+from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import PlainError
 from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config
 from torchtitan.grpo.evaluation.results import RESULT, new_folder, remove_if_empty, table, write_answers, write_result
 from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.process.log_lines import init_log_lines
-from torchtitan.grpo.process.stopping import FAILED_S, end_within, run_and_exit, stop_in_time
+from torchtitan.grpo.process.stopping import FAILED_S, end_within, stop_in_time
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
@@ -54,25 +36,6 @@ from torchtitan.grpo.servers.plan import LOG_FOLDER, run_launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 from torchtitan.grpo.weight_wire.model_identity import identity_of_folder
 from torchtitan.tools.logging import logger
-
-
-def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This script's arguments, and the trainer's flags."""
-    parser = argparse.ArgumentParser(
-        prog="evaluate.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", type=Path, help="checkpoint (outputs/x/checkpoint/step-N), folder or hub id")
-    parser.add_argument("--engine", choices=list(ENGINES), default="embedded", help="servers to start or to use")
-    parser.add_argument("--url", action="append", default=[], help="use this server, which has the model's weights")
-    parser.add_argument(
-        "--server-flags", default="", help='the engine\'s own flags, as --server-flags="--max-num-seqs 64"'
-    )
-    parser.add_argument("--jsonl", action="append", type=Path, default=[], help="evaluate on all rows of this file")
-    parser.add_argument("--out", type=Path, help="folder for the results (default RUN_FOLDER/evaluation/MODEL)")
-    return parser.parse_known_args(argv)
 
 
 @contextlib.contextmanager
@@ -137,10 +100,11 @@ def answer(
     return answers, software
 
 
-def evaluate(arguments: argparse.Namespace, flags: list[str], resources: contextlib.ExitStack) -> None:
+def evaluate(arguments: Namespace, resources: contextlib.ExitStack) -> None:
     model = local_folder("MODEL", str(arguments.model))
     folder = model_folder(Path(model))
-    config = evaluation_config(flags, folder, arguments.engine, arguments.url, arguments.server_flags, arguments.jsonl)
+    servers = arguments.engine, arguments.url, arguments.server_flags
+    config = evaluation_config(arguments.flags, folder, *servers, arguments.jsonl)
     config = fetched(config)
     tokenizer = load_tokenizer(str(folder), config.data.chat_template_file)
     environments = resources.enter_context(loaded_environments(config))
@@ -168,25 +132,15 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     print(f"\n{out / RESULT}")
 
 
-def main(argv: list[str]) -> int:
-    arguments, flags = parse_arguments(argv)
+def main(arguments: Namespace) -> int:
     init_log_lines()
     stop_in_time()
     raise_file_limit()
-    try:
-        with contextlib.ExitStack() as resources:
-            try:
-                evaluate(arguments, flags, resources)
-            finally:
-                end_within(FAILED_S)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (EngineError, FleetError) as error:
-        print(f"error: {error}; there is no result, answers.jsonl has the sets before", file=sys.stderr)
-        return 1
+    with contextlib.ExitStack() as resources:
+        try:
+            evaluate(arguments, resources)
+        except (EngineError, FleetError) as error:
+            raise PlainError(f"{error}; there is no result, answers.jsonl has the sets before") from error
+        finally:
+            end_within(FAILED_S)
     return 0
-
-
-if __name__ == "__main__":
-    run_and_exit(lambda: main(sys.argv[1:]))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from run_report.run_folder import Run
+from torchtitan.grpo.commands.run_report.run_folder import Run
 from torchtitan.grpo.reporting.ledger import shares, verdict
 
 Level = Literal["good", "note", "warning", "problem"]

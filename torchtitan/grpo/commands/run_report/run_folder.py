@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from json_lines import read_lines
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 Points = list[tuple[float, float]]
 """(step, value), steps rising."""

@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from run_report.charts import COLOURS, Series, line_chart, short, stacked_chart
-from run_report.findings import Bound, Finding, bound, findings
-from run_report.run_folder import Points, Run
+from torchtitan.grpo.commands.run_report.charts import COLOURS, Series, line_chart, short, stacked_chart
+from torchtitan.grpo.commands.run_report.findings import Bound, Finding, bound, findings
+from torchtitan.grpo.commands.run_report.run_folder import Points, Run
 
 LINE_CHARTS: tuple[tuple[str, dict[str, str | None]], ...] = (
     ("Held-out reward", {"validation/.*greedy_reward": "greedy", "validation/.*sampled_reward": "sampled"}),

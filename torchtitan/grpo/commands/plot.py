@@ -1,36 +1,22 @@
-"""Draw metrics of runs from their metrics.jsonl to a PNG, and print their last values. Needs matplotlib.
+"""Draw metrics of runs from their metrics.jsonl to a PNG, and print their last values."""
 
-    python scripts/plot_metrics.py outputs/quickstart
-    python scripts/plot_metrics.py grpo='outputs/grpo_seed*' rloo='outputs/rloo_seed*' --metrics reward/mean policy/kl
-
-Each argument is one curve: `[LABEL=]FOLDER`, where FOLDER may be a pattern. Runs that match it count as seeds of one
-experiment: the line is their mean at each step, the band their range.
-"""
-
-import argparse
 import glob
 import statistics
-import sys
+from argparse import Namespace
 from pathlib import Path
 
-import matplotlib
-from json_lines import read_lines
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.reporting.step_lines import read_lines
 
+try:
+    import matplotlib
+except ModuleNotFoundError as missing:
+    raise UserError("torchtitan-grpo plot draws with matplotlib: pip install matplotlib") from missing
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Curve = dict[int, float]
 """Value by step."""
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="[LABEL=]FOLDER")
-    parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="names (default reward/mean)")
-    parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="PNG to write (default metrics.png)")
-    smooth = "mean over this many past points of each run (default 1); metrics of few steps stay as they are"
-    parser.add_argument("--smooth", type=int, default=1, help=smooth)
-    return parser.parse_args(argv)
 
 
 def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
@@ -42,7 +28,7 @@ def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
         files = [folder / "metrics.jsonl" if folder.is_dir() else folder for folder in folders]
         files = [file for file in files if file.exists()]
         if not files:
-            sys.exit(f"error: no metrics.jsonl under {pattern}")
+            raise UserError(f"no metrics.jsonl under {pattern}")
         runs.setdefault(label if separator else Path(pattern).name, []).extend(files)
     return runs
 
@@ -85,13 +71,12 @@ def in_words(curves: list[Curve]) -> str:
     return f"last {statistics.fmean(last):.4g}{spread}, mean over steps {mean:.4g}"
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(arguments: Namespace) -> int:
     runs = {label: [read_curves(file) for file in files] for label, files in find_runs(arguments.runs).items()}
     known = sorted({name for seeds in runs.values() for curves in seeds for name in curves} - {"step", "sft/step"})
     missing = [name for name in arguments.metrics if name not in known]
     if missing:
-        sys.exit(f"error: no run has {', '.join(missing)}; there are: {', '.join(known)}")
+        raise UserError(f"no run has {', '.join(missing)}; there are: {', '.join(known)}")
 
     figure, rows = plt.subplots(
         len(arguments.metrics), 1, figsize=(8, 3.2 * len(arguments.metrics)), squeeze=False, layout="constrained"
@@ -116,7 +101,4 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out, dpi=120)
     print(f"wrote {arguments.out}")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

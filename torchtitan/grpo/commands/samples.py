@@ -1,31 +1,16 @@
-"""Print a run's samples: prompt, answer, reward and advantage, in colour on a terminal.
+"""Print a run's samples: prompt, answer, reward and advantage, in colour on a terminal."""
 
-    python scripts/show_samples.py outputs/quickstart --step 20 --min-reward 0.5 --limit 10
-    python scripts/show_samples.py outputs/quickstart --validation --step -1 --max-reward 0
-
-«...» is text that an environment wrote into an answer, such as a tool's result. It is not trained on.
-"""
-
-import argparse
+import signal
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from json_lines import read_lines
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 BOLD, DIM, RED, GREEN, CYAN = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\033[36m"
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run's folder ([job] dump_folder), or a file of samples in it")
-    parser.add_argument("--validation", action="store_true", help="held-out answers, not those that were trained on")
-    parser.add_argument("--step", type=int, help="only this step; a negative one counts from the last (-1: the last)")
-    parser.add_argument("--min-reward", type=float, help="only answers with at least this reward")
-    parser.add_argument("--max-reward", type=float, help="only answers with at most this reward")
-    parser.add_argument("--limit", type=int, default=20, help="at most this many, the newest (default 20; 0: all)")
-    return parser.parse_args(argv)
 
 
 def read_samples(path: Path, validation: bool) -> list[dict[str, Any]]:
@@ -34,11 +19,11 @@ def read_samples(path: Path, validation: bool) -> list[dict[str, Any]]:
     path = path if path.is_file() else path / name
     if not path.exists():
         key = "[validation] enable is on" if validation else "[metrics] samples_per_step is over 0"
-        sys.exit(f"error: {path} does not exist; a run writes it if {key}")
+        raise UserError(f"{path} does not exist; a run writes it if {key}")
     return read_lines(path)
 
 
-def chosen(samples: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def chosen(samples: list[dict[str, Any]], arguments: Namespace) -> list[dict[str, Any]]:
     step = arguments.step
     if step is not None and step < 0:
         steps = sorted({sample["step"] for sample in samples})
@@ -92,16 +77,13 @@ def lines_of(sample: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "", ""
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(arguments: Namespace) -> int:
     samples = chosen(read_samples(arguments.run, arguments.validation), arguments)
     if not samples:
-        sys.exit("no sample passes these filters")
+        raise UserError("no sample passes these filters")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     colours = sys.stdout.isatty()
     for sample in samples:
         for colour, line in lines_of(sample):
             print(f"{colour}{line}\033[0m" if colours and colour else line)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

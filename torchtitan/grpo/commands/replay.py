@@ -1,20 +1,15 @@
 """Train on the recorded answers of a run, without servers: to debug a loss, or to time a step on real data.
 
-    python scripts/replay.py outputs/quickstart --job.config_file train_configs/quickstart.toml
-
 The loop, the losses and the flags are those of grpo_train.py. docs/replay.md says what a replay repeats and what not.
 """
 
-import argparse
 import json
-import sys
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpo_train
 from torchtitan.config import JobConfig
@@ -27,7 +22,6 @@ from torchtitan.grpo.policy.losses import check_functions
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.policy.rows import documents, encoded
 from torchtitan.grpo.process.channel import Buffer
-from torchtitan.grpo.process.stopping import run_and_exit
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.writers import MetricsLogger
@@ -73,7 +67,7 @@ class Replayed(Absent):
             groups = self.groups[step] = self.replay.take(step - 1)
         with self.ledger.stage("pack"):
             it = Packed.of(groups, step - 1, self.config, self.check, self.inputs.layout)
-        parts = [[encoded(rows_by_rank)] for rows_by_rank in it.minibatches]
+        parts: list[list[list[Buffer] | None]] = [[encoded(rows_by_rank)] for rows_by_rank in it.minibatches]
         metrics = it.metrics(self.config.async_grpo.max_age)
         return Taken(it.rewards, it.advantages, it.servers, parts, documents(it.minibatches), metrics)
 
@@ -117,7 +111,7 @@ class ReplayTrainer(grpo_train.Trainer):
         self.config = changed(self.config, {"training.steps": last})
         self.build()
         self.rollouts.connect(self.ledger, self.layout, self.metrics, lambda: self.step)
-        self.weight_sync = NoSync()
+        self.weight_sync = NoSync()  # type: ignore[assignment]
         self.watch()
         if self.is_rank0:
             logger.info(f"{self.replay.describe()}; metrics go to {config.job.dump_folder}")
@@ -161,18 +155,6 @@ def timing(metrics: Path, after: int) -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("run", type=Path, help="folder of the recorded run ([job] dump_folder)")
-    parser.add_argument("--after", type=int, default=0, metavar="STEP", help="start from this checkpoint of the run")
-    parser.add_argument(
-        "--out", type=Path, help="folder for metrics and samples (default: replay, in the run's folder)"
-    )
-    args, flags = parser.parse_known_args(argv)
-    return grpo_train.main(flags, partial(ReplayTrainer, args.run, args.out, args.after))
-
-
-if __name__ == "__main__":
-    run_and_exit(lambda: main(sys.argv[1:]))
+def main(arguments: Namespace) -> int:
+    make = partial(ReplayTrainer, arguments.run, arguments.out, arguments.after)
+    return grpo_train.main(arguments.flags, make)

@@ -1,0 +1,75 @@
+"""Start a vLLM or SGLang server as `process/server_commands.py` says. This process becomes the server.
+
+It may run in the engine's environment, which need not have torchtitan. So it imports only what server_commands.py does.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+
+from torchtitan.grpo.process.server_commands import (
+    COMMANDS,
+    LOOPBACK,
+    ServerCommand,
+    ServerCommandError,
+    check_exposure,
+    is_loopback,
+)
+
+ENGINES = [engine for engine, command in COMMANDS.items() if not command.bundled]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", choices=ENGINES)
+    model = "folder with config.json and a tokenizer; without weights, add --load-format dummy: the trainer sends them"
+    parser.add_argument("model", help=model)
+    parser.add_argument("--port", type=int, default=8000, help="default 8000")
+    host = "default 127.0.0.1. Whoever reaches the server can replace its weights"
+    parser.add_argument("--host", default=LOOPBACK, help=host)
+    expose = "needed with a HOST that other machines reach; such a server should have a key"
+    parser.add_argument("--expose", action="store_true", help=expose)
+    cpu = "float32 on the CPU, with the environment of a checkout's scripts/install_*_cpu.sh if there is one"
+    parser.add_argument("--cpu", action="store_true", help=cpu)
+    gpu = (
+        "CUDA devices, e.g. 0 or 2,3, counted among the visible ones; several become a tensor-parallel server. "
+        "Default: all that are visible, TP 1"
+    )
+    parser.add_argument("--gpu", type=gpu_list, default=(), metavar="N[,N...]", help=gpu)
+
+
+def main(words: list[str]) -> int:
+    try:
+        command, port = _parsed(words)
+        argv, environment = command.argv(port, command.engine_folder()), command.environment()
+    except ServerCommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.status
+    print("+", shlex.join(argv), file=sys.stderr, flush=True)
+    os.execvpe(argv[0], argv, environment)
+
+
+def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
+    """The server, and its port."""
+    if len(words) < 2 or words[0] not in ENGINES or words[1].startswith("-"):
+        raise ServerCommandError(
+            f"serve ENGINE MODEL comes first: {' or '.join(ENGINES)}, and a folder with config.json and a tokenizer", 2
+        )
+    engine = COMMANDS[words[0]]
+    key = engine.key_variable
+    if any(word.partition("=")[0] == "--api-key" for word in words):
+        raise ServerCommandError(f"--api-key shows the key to everyone who runs ps: export {key} instead", 2)
+    parser = argparse.ArgumentParser(prog="torchtitan-grpo serve", add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    given, flags = parser.parse_known_args(words)
+    check_exposure(given.host, given.expose, f"Export {key}")
+    if given.expose and not is_loopback(given.host) and not os.environ.get(key):
+        said = f"warning: --expose without {key}: whoever reaches port {given.port} can replace the weights"
+        print(said, file=sys.stderr)
+    gpus = () if given.cpu else given.gpu or None
+    return engine(given.model, gpus, tuple(flags), host=given.host, key_env=key), given.port
+
+
+def gpu_list(text: str) -> tuple[int, ...]:
+    """Of "0,1"."""
+    return tuple(int(gpu) for gpu in text.split(",") if gpu)
