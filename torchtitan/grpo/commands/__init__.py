@@ -9,7 +9,7 @@
     serve.py           a vLLM or SGLang server to train with; no package but this one
     smollm2.py         a small pretrained model, from PyPI
     recipes.py         the recipes of train_configs
-    versions.py        what a report of a bug should say of the machine
+    env.py             what a report of a bug should say of the machine
 
 `train` and `sft` are grpo_train.py and sft_train.py. Nothing imports this room.
 """

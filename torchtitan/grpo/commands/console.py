@@ -57,7 +57,7 @@ def run(words: list[str]) -> int:
     elif flags:
         commands.choices[name].error(f"unrecognized arguments: {' '.join(flags)}")
     try:
-        return importlib.import_module(f"torchtitan.grpo.commands.{arguments.module}").main(arguments)
+        return importlib.import_module(f"torchtitan.grpo.commands.{name}").main(arguments)
     except PlainError as error:
         return refuse(error)
 
@@ -253,13 +253,11 @@ A folder that is complete stays as it is. This trainer, transformers, vLLM and S
 
 
 def env(commands: Commands) -> None:
-    _command(commands, "env", "versions and GPUs, to paste into a report of a bug", "", module="versions")
+    _command(commands, "env", "versions and GPUs, to paste into a report of a bug")
 
 
-def _command(
-    commands: Commands, name: str, says: str, more: str, module: str = "", usage: str | None = None
-) -> ArgumentParser:
-    parser = commands.add_parser(
+def _command(commands: Commands, name: str, says: str, more: str = "", usage: str | None = None) -> ArgumentParser:
+    return commands.add_parser(
         name,
         help=says,
         description=f"{says[0].upper()}{says[1:]}.\n{more}",
@@ -267,5 +265,3 @@ def _command(
         allow_abbrev=False,
         usage=usage,
     )
-    parser.set_defaults(module=module or name)
-    return parser

@@ -37,7 +37,7 @@ def read_curves(file: Path) -> dict[str, Curve]:
     """Every metric of one run. Supervised steps have their own axis, `sft/step`."""
     curves: dict[str, Curve] = {}
     for record in read_lines(file):
-        step = record.get("step", record.get("sft/step"))
+        step = record["step" if "step" in record else "sft/step"]
         for name, value in record.items():
             curves.setdefault(name, {})[step] = value
     return curves
@@ -97,7 +97,7 @@ def main(arguments: Namespace) -> int:
         axes.set_ylabel(metric)
         axes.grid(alpha=0.3)
         axes.legend()
-    rows[-1, 0].set_xlabel("step")
+    axes.set_xlabel("step")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out, dpi=120)
     print(f"wrote {arguments.out}")

@@ -145,11 +145,12 @@ def _training(run: Run) -> Iterator[Finding]:
 
 
 def _rollouts(run: Run) -> Iterator[Finding]:
-    for name, level, title, text in (
+    kinds: tuple[tuple[str, Level, str, str], ...] = (
         ("rollout/retried", "note", "sent again", "A server failed them, and another one answered."),
         ("rollout/groups_timed_out", "warning", "given up", "They took longer than [rollout] group_timeout_seconds."),
         ("rollout/groups_late", "note", "dropped as too old", "Fewer groups ahead, or a higher age limit, waste less."),
-    ):
+    )
+    for name, level, title, text in kinds:
         if count := run.last(name):
             what = "request" if name.endswith("retried") else "group"
             yield Finding(level, f"{_count(count, what)} {title}", text)

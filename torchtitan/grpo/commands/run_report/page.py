@@ -219,7 +219,7 @@ def _answers(run: Run) -> str:
         ("A reward function failed", failed),
         (f"Held-out at step {last}, greedy: lowest reward first", sorted(held_out, key=_reward_of)),
     )
-    folds = []
+    folds: list[str] = []
     for title, chosen in parts:
         if chosen:
             cards = "".join(map(_answer, chosen[:_SAMPLES]))
