@@ -12,6 +12,8 @@ import statistics
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from torchtitan.grpo.reporting.step_lines import read_lines
 
 

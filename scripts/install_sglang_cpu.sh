@@ -53,7 +53,7 @@ sed "s/^transformers==.*/$transformers/" "$root/scripts/sglang_cpu_requirements.
     2> "$work/pip.log" || { cat "$work/pip.log" >&2; exit 1; }
 echo "4/4 stand-ins for sgl_kernel and torchvision"
 # sgl_kernel: SGLang's compiled kernels. No CPU wheel exists; a server on a CPU imports names from it and, with the
-# flags of scripts/serve_sglang.sh, calls none.
+# flags of torchtitan-grpo serve sglang, calls none.
 # torchvision: SGLang imports it even for text models. The wheel that belongs to this torch is built for CUDA and fails
 # to import beside a CPU build. transformers, too, takes names from it as soon as it is there.
 "$python" - <<'PY'

@@ -39,8 +39,8 @@ fi
 
 echo
 echo "The run is in $run. Its curves and answers as one HTML file, and answers here:"
-echo "    $python scripts/report.py $run"
-echo "    $python scripts/show_samples.py $run --step -1"
+echo "    ${python%/*}/torchtitan-grpo report $run"
+echo "    ${python%/*}/torchtitan-grpo samples $run --step -1"
 case $(nvidia-smi -L 2>/dev/null | grep -c '^GPU') in
     0) ;;
     1) echo "This machine has one GPU. Servers and trainer need one each: the recipes in train_configs/ start at two." ;;

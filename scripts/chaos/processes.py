@@ -220,7 +220,8 @@ class Server:
             arguments = ["--model", model, "--port", self.port, "--max-sequences", self._sequences]
             self._process = Ranks(1, EMBEDDED, *arguments, log=log, environment=environment())
             return
-        command = ["bash", f"scripts/serve_{self.engine}.sh", model, "--port", self.port, "--load-format", "dummy"]
+        command = [sys.executable, "-m", "torchtitan.grpo.commands", "serve", self.engine, model]
+        command += ["--port", self.port, "--load-format", "dummy"]
         command += ["--gpu", self._gpu, *ON_GPU[self.engine].split()] if self._gpu else ["--cpu"]
         paths = [str(ROOT)]
         if self.engine == "vllm":

@@ -12,7 +12,7 @@ import pytest
 import torch
 from process_group import ProcessGroup
 
-from tests.helpers import ROOT
+from tests.helpers import COMMAND, ROOT
 from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.tiny_models import with_biases
 from tests.helpers.trainer_runs import environment, processes_of
@@ -104,20 +104,6 @@ def declare_plugin(folder: Path, group: str, name: str, function: str) -> Path:
 
 
 @contextmanager
-def serve(
-    script: str | Path, folder: Path, model_dir: Path, *flags: str, port: int = 0, **environment: str
-) -> Iterator[RunningServer]:
-    """A CPU server, started as a user starts it: by `script`, of scripts/. `folder` is for its log.
-
-    `port` 0 takes a free one; that of a server that was killed is where it comes back.
-    """
-    port = port or free_port()
-    command = ["bash", ROOT / "scripts" / script, model_dir, "--cpu", "--port", port, *flags]
-    with serve_command(command, folder, model_dir, port, **environment) as server:
-        yield server
-
-
-@contextmanager
 def serve_command(
     command: list, folder: Path, model_dir: Path, port: int, **environment: str
 ) -> Iterator[RunningServer]:
@@ -164,7 +150,9 @@ def serve_vllm(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningSe
     need_python("vllm")
     # vLLM's cache stays where it is: with a new one each start takes 8 s longer.
     path = os.pathsep.join([str(ROOT), str(plugin_path(folder / "plugin"))])
-    with serve("serve_vllm.sh", folder, model_dir, *flags, PYTHONPATH=path) as server:
+    port = free_port()
+    command = [*COMMAND, "serve", "vllm", model_dir, "--cpu", "--port", port, *flags]
+    with serve_command(command, folder, model_dir, port, PYTHONPATH=path) as server:
         yield server
 
 

@@ -81,7 +81,7 @@ def test_a_run_with_a_teacher_resumes_and_replays_exactly(teacher, top_k, tmp_pa
 def replay(run: Path, out: Path, flags: dict[str, str], ranks: int = 1) -> None:
     given = [part for flag in (SMALL | flags).items() for part in flag if part is not None]
     command, log = [run, "--out", out, *given], out.with_suffix(".log")
-    ranks_of_it = Ranks(ranks, ROOT / "scripts" / "replay.py", *command, log=log, environment=environment())
+    ranks_of_it = Ranks(ranks, "torchtitan.grpo.commands", "replay", *command, log=log, environment=environment())
     assert ranks_of_it.wait(120) == 0, ranks_of_it.log[-4000:]
 
 

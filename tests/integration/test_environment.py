@@ -120,8 +120,8 @@ def test_held_out_sets_have_their_own_environments_also_in_an_evaluation(with_se
         assert record["answer_tokens"] == 3 + 3 + 3 or record["finish_reason"] == "stop"
 
     words = [folder / "checkpoint" / "step-2", *arguments(folder, flags), "--out", tmp_path / "evaluation"]
-    script, log = ROOT / "scripts" / "evaluate.py", tmp_path / "log"
-    Ranks(1, script, *words, log=log, environment=environment(), found=False).check()
+    log = tmp_path / "log"
+    Ranks(1, "torchtitan.grpo.commands", "evaluate", *words, log=log, environment=environment(), found=False).check()
     answers = json_lines(tmp_path / "evaluation" / "answers.jsonl")
     same = ("kind", "prompt", "answer", "reward", "answer_tokens")
     assert [(a["set"], *(a[name] for name in same)) for a in answers] == [

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers import TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.microbatches import microbatches
 from tests.helpers.ranks import Ranks
@@ -322,7 +322,9 @@ def test_a_run_of_two_ranks_and_its_record_with_and_without_replay(folder, tmp_p
     for name in ("routing_replay", "no-routing_replay"):
         more = ["--out", str(tmp_path / name), "--grpo.minibatches", "2", f"--grpo.{name}"]
         words = [str(tmp_path / "run"), *arguments(tmp_path / "run", flags), *more]
-        run = Ranks(1, ROOT / "scripts" / "replay.py", *words, log=tmp_path / f"{name}.log", environment=environment())
+        run = Ranks(
+            1, "torchtitan.grpo.commands", "replay", *words, log=tmp_path / f"{name}.log", environment=environment()
+        )
         assert run.wait(120) == 0, run.log[-3000:]
         (again[name],) = steps(tmp_path / name)
     assert line["policy/mismatch_abs"] < 0.05 and 0 < line["policy/route_agreement_all_layers"] < 0.9

@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from process_group import free_port
 
-from tests.helpers.servers import serve
+from tests.helpers.servers import serve_command
 
 # A server whose worker outlives it: each asks not to be ended, the worker even after its parent is gone.
 STUBBORN = """
@@ -26,7 +27,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
 def test_a_stopped_server_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(STUBBORN)
-    (tmp_path / "serve.sh").write_text(f'exec "{sys.executable}" "{tmp_path}/server.py" "$4"\n')
-    with serve(tmp_path / "serve.sh", tmp_path, tmp_path / "model") as server:
+    port = free_port()
+    command = [sys.executable, tmp_path / "server.py", port]
+    with serve_command(command, tmp_path, tmp_path / "model", port) as server:
         assert len(server.process.running()) == 2
     assert server.process.running() == []

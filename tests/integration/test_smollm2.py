@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers import ROOT
+from tests.helpers import COMMAND, ROOT
 from tests.helpers.microbatches import microbatches
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import embedded_server, environment, steps
@@ -45,7 +44,7 @@ RUN = {
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     """The folder, made once for all checkouts."""
-    script = [sys.executable, str(ROOT / "scripts" / "make_smollm2.py"), str(MADE)]
+    script = [*COMMAND, "smollm2", str(MADE)]
     made = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
     if made.returncode == 2:
         pytest.skip(made.stderr[-500:])

@@ -48,7 +48,7 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
         given = [part for flag in (SMALL | flags | changed).items() for part in flag if part is not None]
         command = [tmp_path / "run", "--out", tmp_path / name, *arguments, *given]
         process = Ranks(
-            1, ROOT / "scripts" / "replay.py", *command, log=tmp_path / f"{name}.log", environment=environment()
+            1, "torchtitan.grpo.commands", "replay", *command, log=tmp_path / f"{name}.log", environment=environment()
         )
         assert process.wait(120) == 0, process.log[-4000:]
         return without_times(steps(tmp_path / name)), process.log
@@ -130,12 +130,14 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
     assert all({"reward/small/mean", "reward/large/mean"} <= line.keys() for line in lines)
     assert [line["data/small/share"] for line in lines] == [0.75, 0.75]
 
-    script, log, checkpoint = ROOT / "scripts" / "evaluate.py", tmp_path / "log", tmp_path / "run/checkpoint/step-2"
+    log, checkpoint = tmp_path / "log", tmp_path / "run/checkpoint/step-2"
     (tmp_path / "noisy.py").write_text("def score(answer, prompt):\n    print('judged')\n    return 1.0\n")
     own = environment() | {"FORKED_SERVERS": "1"}  # test_environment.py has an evaluation that starts its own
     own["PYTHONPATH"] = f"{tmp_path}:{own.get('PYTHONPATH', '')}"
     judged = "--reward.functions", "exact_match,numeric_match,noisy:score", "--reward.weights", "1,1,0"
-    evaluation = Ranks(1, script, checkpoint, *judged, log=log, environment=own, found=False)
+    evaluation = Ranks(
+        1, "torchtitan.grpo.commands", "evaluate", checkpoint, *judged, log=log, environment=own, found=False
+    )
     evaluation.check()
     results = tmp_path / "run" / "evaluation" / "step-2"
     result = json.loads((results / "result.json").read_text())

@@ -9,7 +9,7 @@ SERVER_MODEL (the folder that it serves, made by `save_tiny_qwen3_moe`); its wei
 SERVER_TOLERANCE is the largest difference in nat that its arithmetic explains (default 1e-4):
 
     python -c "from pathlib import Path; from tests.helpers.servers import *; save_tiny_qwen3_moe(Path('/tmp/A'))"
-    bash scripts/serve_vllm.sh /tmp/A --gpu 0 --dtype float32 --skip-tokenizer-init --max-model-len 1024
+    torchtitan-grpo serve vllm /tmp/A --gpu 0 --dtype float32 --skip-tokenizer-init --max-model-len 1024
     SERVER_URL=http://127.0.0.1:8000 SERVER_MODEL=/tmp/A SERVER_TOLERANCE=0.03 \
         python -m pytest -s tests/integration/test_vllm.py
 """

@@ -1,7 +1,6 @@
 """A run does not begin where not even its first checkpoint fits, by what the disk of this test says."""
 
 import contextlib
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers import TINY_QWEN3
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.disk import check_disk, disk_lines, free_bytes
 from torchtitan.grpo.checkpoint.marker import Marker
+from torchtitan.grpo.commands import replay
 from torchtitan.grpo.config.jobs import of_replay
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
@@ -106,9 +106,6 @@ def test_the_dry_run_counts_the_best_checkpoint_too(tmp_path):
 
 
 def test_a_replay_from_a_checkpoint_needs_no_room_for_one(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("replay_script", ROOT / "scripts" / "replay.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     lengths = ["--training.seq_len", "64", "--data.max_prompt_tokens", "16", "--rollout.max_answer_tokens", "16"]
     names = ["--model.hf_assets_path", str(TINY_QWEN3), "--model.weights", "random", "--job.dump_folder", str(tmp_path)]
     config = load_config([*names, *lengths, "--training.steps", "4"], dry_run="cpu")
@@ -118,8 +115,8 @@ def test_a_replay_from_a_checkpoint_needs_no_room_for_one(tmp_path, monkeypatch)
     def rollouts(*_: object) -> None:
         raise LookupError("the model is read")
 
-    monkeypatch.setattr(script, "RolloutWorker", rollouts)
-    trainer = object.__new__(script.ReplayTrainer)
+    monkeypatch.setattr(replay, "RolloutWorker", rollouts)
+    trainer = object.__new__(replay.ReplayTrainer)
     trainer.config, trainer.is_rank0 = of_replay(config, tmp_path, None, after=2), True
     trainer.device = torch.device("cpu")
     with contextlib.ExitStack() as trainer.resources, pytest.raises(LookupError, match="the model is read"):

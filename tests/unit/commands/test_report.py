@@ -1,25 +1,29 @@
-"""scripts/report.py: what the page holds, what it says of a run, and that it needs nothing else."""
+"""`torchtitan-grpo report`: what the page holds, what it says of a run, and that it needs nothing else."""
 
 import json
 import re
-import runpy
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.commands import console
+from torchtitan.grpo.commands.run_report.charts import (
+    Series,
+    line_chart,
+    short,
+    smoothed,
+    stacked_chart,
+    thinned,
+    ticks,
+)
+from torchtitan.grpo.commands.run_report.findings import bound, findings
+from torchtitan.grpo.commands.run_report.page import page
+from torchtitan.grpo.commands.run_report.run_folder import Run, read_run
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import toml_lines
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from run_report.charts import Series, line_chart, short, smoothed, stacked_chart, thinned, ticks
-from run_report.findings import bound, findings
-from run_report.page import page
-from run_report.run_folder import Run, read_run
 
 HOSTILE = "</pre><script>alert(1)</script> & \ud83d"
 
@@ -183,12 +187,9 @@ def test_odd_curves_are_drawn():
             ElementTree.fromstring(drawn)
 
 
-def test_the_script_writes_the_file_and_names_a_folder_without_a_run(folder, monkeypatch, capsys):
-    main = runpy.run_path(str(ROOT / "scripts" / "report.py"))["main"]
-    monkeypatch.setattr(sys, "argv", ["report.py", str(folder)])
-    main()
+def test_the_command_writes_the_file_and_names_a_folder_without_a_run(folder, capsys):
+    assert console.run(["report", str(folder)]) == 0
     assert "<html" in (folder / "report.html").read_text()
     assert capsys.readouterr().out == f"wrote {folder / 'report.html'}\n"
-    monkeypatch.setattr(sys, "argv", ["report.py", str(folder / "elsewhere")])
-    with pytest.raises(SystemExit, match=r"error: .*elsewhere/metrics.jsonl does not exist: name the folder of a run"):
-        main()
+    assert console.run(["report", str(folder / "elsewhere")]) == 2
+    assert "elsewhere/metrics.jsonl does not exist: name the folder of a run" in capsys.readouterr().err

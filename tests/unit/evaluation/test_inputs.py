@@ -1,4 +1,4 @@
-"""Which model and which configuration an evaluation has. tests/integration/test_train.py runs scripts/evaluate.py."""
+"""Which model and which configuration an evaluation has. tests/integration/test_train.py runs the command."""
 
 import json
 import shutil
@@ -204,5 +204,5 @@ def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused,
 def test_an_unknown_flag_is_named(tmp_path):
     with pytest.raises(UserError, match=r"--validation\.promts: did you mean --validation\.prompts"):
         config_of(*QUICKSTART, "--validation.promts", "3")
-    with pytest.raises(UserError, match=r"evaluate.py has no --dry_run"):
+    with pytest.raises(UserError, match="evaluate has no --dry_run"):
         config_of(*QUICKSTART, "--dry-run", "h100")

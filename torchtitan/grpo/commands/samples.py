@@ -1,6 +1,7 @@
 """Print a run's samples: prompt, answer, reward and advantage, in colour on a terminal."""
 
-import signal
+import contextlib
+import itertools
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -81,9 +82,8 @@ def main(arguments: Namespace) -> int:
     samples = chosen(read_samples(arguments.run, arguments.validation), arguments)
     if not samples:
         raise UserError("no sample passes these filters")
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     colours = sys.stdout.isatty()
-    for sample in samples:
-        for colour, line in lines_of(sample):
+    with contextlib.suppress(BrokenPipeError):  # of `| head`
+        for colour, line in itertools.chain.from_iterable(map(lines_of, samples)):
             print(f"{colour}{line}\033[0m" if colours and colour else line)
     return 0

@@ -248,7 +248,8 @@ def _leave(status: int, words: str) -> NoReturn:
     if folder := os.environ.get(STATUS_FOLDER):
         with contextlib.suppress(OSError), open(os.path.join(folder, os.environ["RANK"]), "w") as file:
             file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {status}")
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     print(words, end="\n" if words else "", file=sys.stderr, flush=True)
     os._exit(status)
 

@@ -1,0 +1,98 @@
+"""`torchtitan-grpo` itself: help, wrong arguments, completion, and the commands that no other file here tests."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import COMMAND, ROOT
+from torchtitan.grpo.commands import console
+from torchtitan.grpo.commands.recipes import RECIPES
+
+
+def test_help_imports_nothing_but_the_standard_library():
+    _, commands = console.all_commands()
+    code = f"""
+import sys
+import torchtitan_overlay
+for name in ("torch", "numpy", "transformers"):
+    sys.modules[name] = None
+from torchtitan.grpo.commands.console import run
+for words in (["--help"], *([name, "--help"] for name in {list(commands.choices)})):
+    try:
+        run(words)
+    except SystemExit as end:
+        print("status", end.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.count("status 0\n") == 1 + len(commands.choices)
+    assert done.stdout.count("usage: torchtitan-grpo ") == 1 + len(commands.choices)
+    whole = done.stdout.partition("status")[0]
+    assert all(f"    {name} " in whole for name in commands.choices)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "usage: torchtitan-grpo"),
+        (["trane"], "invalid choice: 'trane'"),
+        (["report", "outputs", "--last"], "usage: torchtitan-grpo report"),
+        (["recipes", "quickstrat.toml"], 'there is no recipe quickstrat.toml (did you mean "quickstart.toml"?)'),
+        (["serve", "vllm", "--port", "8001", "model"], "serve ENGINE MODEL comes first"),
+        (["serve", "embedded", "model"], "vllm or sglang"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_line_ends_with_2_and_says_why(words, says, capsys):
+    try:
+        status = console.run(words)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_trainer_gets_its_words_as_they_are(monkeypatch):
+    seen = []
+    monkeypatch.setattr("grpo_train.main", lambda words: seen.extend(words) or 3)
+    words = ["--job.config_file=x.toml", "--grpo.group_size", "4", "--dry_run", "h100", "--version"]
+    assert console.run(["train", *words]) == 3
+    assert seen == words
+
+
+def test_a_recipe_comes_with_what_it_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert console.run(["recipes"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == sorted(path.name for path in RECIPES.glob("*.toml"))
+    assert all(len(line.split()) > 3 for line in listed)
+    assert console.run(["recipes", "verifiers_sums.toml"]) == 0
+    copied = tmp_path / "train_configs"
+    assert {"verifiers_sums.toml", "verifiers_sums.py", "tiny_qwen3"} <= {path.name for path in copied.iterdir()}
+    assert (copied / "tiny_qwen3" / "config.json").read_text() == (RECIPES / "tiny_qwen3/config.json").read_text()
+    (copied / "tiny_qwen3" / "config.json").write_text("mine")
+    assert console.run(["recipes", "verifiers_sums.toml"]) == 2
+    assert "train_configs/verifiers_sums.toml is there already" in capsys.readouterr().err
+    assert console.run(["recipes", "calculator.toml"]) == 0
+    assert (copied / "tiny_qwen3" / "config.json").read_text() == "mine"
+
+
+def test_env_tells_versions_of_another_python_too(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
+    monkeypatch.setenv("SGLANG_PYTHON", "/no/python")
+    assert console.run(["env"]) == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["torch"].startswith("2.") and said["torchtitan"] == "0.2.2" and str(ROOT) in said["torchtitan-grpo"]
+    assert sys.executable in said["vllm"] and said["sglang"] == "does not run (FileNotFoundError) (/no/python)"
+
+
+@pytest.mark.parametrize(("line", "offered"), [("rep", {"report", "replay"}), ("samples --v", {"--validation"})])
+def test_the_shell_is_told_how_a_line_goes_on(line, offered, tmp_path):
+    pytest.importorskip("argcomplete", reason="needs argcomplete: pip install argcomplete")
+    typed = f"torchtitan-grpo {line}"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": typed, "COMP_POINT": str(len(typed)), "_ARGCOMPLETE_IFS": "\n"}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered")}
+    subprocess.run(COMMAND, cwd=ROOT, env=os.environ | asked, check=True, timeout=60)
+    assert {word.strip() for word in (tmp_path / "offered").read_text().split("\n")} == offered

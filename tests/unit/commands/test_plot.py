@@ -1,0 +1,35 @@
+"""`torchtitan-grpo plot`: its PNG, and what it makes of several seeds."""
+
+import json
+
+from torchtitan.grpo.commands import console
+from torchtitan.grpo.commands.plot import mean_and_range, smoothed
+
+
+def test_plot_metrics(tmp_path, capsys):
+    for seed in (0, 1):
+        folder = tmp_path / f"seed{seed}"
+        folder.mkdir()
+        lines = [{"sft/step": 1, "sft/loss": 2.0}]
+        lines += [{"step": step, "reward/mean": step / 10 + seed / 20, "policy/kl": 0.01} for step in range(1, 30)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "plots" / "curve.png"
+    command = ["plot", f"grpo={tmp_path}/seed*", str(tmp_path / "seed0"), "--out", str(out), "--metrics"]
+    assert console.run([*command, "reward/mean", "policy/kl", "sft/loss"]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "reward/mean  grpo: last 2.925 +- 0.0354 over 2 seeds" in capsys.readouterr().out
+
+    assert console.run([*command, "reward/meen"]) == 2
+    assert capsys.readouterr().err == "error: no run has reward/meen; there are: policy/kl, reward/mean, sft/loss\n"
+
+
+def test_plot_takes_mean_and_range_over_seeds_at_each_step():
+    assert mean_and_range([{1: 0.0, 2: 1.0}, {1: 1.0, 3: 5.0}]) == (
+        [1, 2, 3],
+        [0.5, 1.0, 5.0],
+        [0.0, 1.0, 5.0],
+        [1.0, 1.0, 5.0],
+    )
+    assert smoothed({3: 4.0, 1: 0.0, 2: 2.0}, 2) == {1: 0.0, 2: 1.0, 3: 3.0}
+    every_third = {0: 0.0, 3: 6.0, 6: 3.0}
+    assert smoothed(every_third, 2) == every_third
