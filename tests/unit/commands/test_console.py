@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +57,8 @@ def test_a_wrong_line_ends_with_2_and_says_why(words, says, capsys):
 
 def test_a_trainer_gets_its_words_as_they_are(monkeypatch):
     seen = []
-    monkeypatch.setattr("grpo_train.main", lambda words: seen.extend(words) or 3)
+    trainer = SimpleNamespace(main=lambda words: seen.extend(words) or 3)
+    monkeypatch.setitem(sys.modules, "grpo_train", trainer)
     words = ["--job.config_file=x.toml", "--grpo.group_size", "4", "--dry_run", "h100", "--version"]
     assert console.run(["train", *words]) == 3
     assert seen == words

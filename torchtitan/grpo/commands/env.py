@@ -71,7 +71,7 @@ def _gpus() -> str:
     """Of each kind how many, with memory and driver."""
     query = "--query-gpu=name,memory.total,driver_version"
     rows = _said("nvidia-smi", query, "--format=csv,noheader").splitlines()
-    kinds = [f"{rows.count(row)} x {row}" for row in dict.fromkeys(rows)]
+    kinds = [f"{rows.count(row)} x {row}" if "," in row else row for row in dict.fromkeys(rows)]
     return f"torch sees {torch.cuda.device_count()}; nvidia-smi: {'; '.join(kinds)}"
 
 
