@@ -1,6 +1,7 @@
 """The commands of `torchtitan-grpo`: what a user calls before, beside and after a run.
 
     console.py         the arguments of all of them, and which function runs; no torch
+    __main__.py        the same as `python -m torchtitan.grpo.commands`
     evaluate.py        a model's answers to held-out prompts, by servers that it starts
     replay.py          training on the recorded answers of a run
     report.py          a run as one HTML file; run_report/ has its parts

@@ -30,7 +30,7 @@ def main(arguments: Namespace) -> int:
 
 def lines() -> Iterator[tuple[str, str]]:
     """Names with what to say of them."""
-    yield "torchtitan-grpo", f"{version('torchtitan-grpo')}{_commit()}"
+    yield "torchtitan-grpo", f"{_version('torchtitan-grpo')}{_commit()}"
     yield "python", f"{platform.python_version()} in {sys.prefix}"
     yield "system", f"{platform.platform()}, {platform.machine()}"
     for name in PACKAGES:
