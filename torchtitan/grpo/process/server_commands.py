@@ -188,7 +188,7 @@ class ServerCommand:
         if self._needs_plugin and plugin != "True":
             raise ServerCommandError(
                 f"{python} has {self.title} but not this project's weight-sync plug-in; install it there:\n"
-                f"    {python} -m pip install --no-deps {_source()}"
+                f"    {python} -m pip install --no-deps {source()}"
             )
         return folder
 
@@ -392,12 +392,13 @@ COMMANDS: dict[str, type[ServerCommand]] = {
 """`[rollout] engine` and `[distill] engine` -> what is known of it."""
 
 
-def _source() -> str:
-    """What pip installs this project from: the checkout, or what it was installed from here."""
+def source() -> str:
+    """What pip can install this project from: the checkout, or what it was installed from here."""
     if (ROOT / "pyproject.toml").is_file():
         return str(ROOT)
-    told = distribution("torchtitan-grpo").read_text("direct_url.json")
-    return json.loads(told)["url"] if told else "WHEEL, the file that it was installed from here"
+    told = json.loads(distribution("torchtitan-grpo").read_text("direct_url.json") or "{}")
+    vcs = told.get("vcs_info")
+    return f"{vcs['vcs']}+{told['url']}@{vcs['commit_id']}" if vcs else told.get("url", "torchtitan_grpo-*.whl")
 
 
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
