@@ -69,9 +69,14 @@ def all_commands() -> tuple[ArgumentParser, _SubParsersAction]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in (train, sft, evaluate, report, samples, plot, replay, serve, recipes, smollm2, env):
         says = inspect.getdoc(command) or ""
-        options = {"help": says.partition("\n")[0].rstrip("."), "description": says}
-        shown = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
-        command(commands.add_parser(command.__name__, **options, **shown))
+        own = commands.add_parser(
+            command.__name__,
+            help=says.partition("\n")[0].rstrip("."),
+            description=says,
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command(own)
     return parser, commands
 
 
