@@ -42,7 +42,7 @@ def unknown_name(section: str, name: str, value: Any) -> str:
         return f"unknown section [{shortened(path)}]: {hint}"
     if path in GONE:
         return f"{label(path)} is a key of an earlier version: {GONE[path]}"
-    if name in REFUSED:
+    if name in REFUSED and not _is_elsewhere(path):
         return f"{label(path) if section else name} {REFUSED[name]}"
     what = f"[{section}] {shortened(name)}" if section else f"{shortened(name)} outside any section"
     return f"unknown key {what}: {_meant(path, label)}"
@@ -54,7 +54,7 @@ def unknown_flag(flag: str) -> str:
     section, _, name = path.rpartition(".")
     if gone := GONE.get(path) or GONE.get(f"{section}.{name.removeprefix('no_')}"):
         return f"{flag} is a flag of an earlier version: {gone}"
-    if name in REFUSED and entry_of(path) is None:
+    if name in REFUSED and not _is_elsewhere(path):
         return f"{shortened(flag)} {REFUSED[name]}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"
 
@@ -85,11 +85,23 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
     own = nearest(section, sections(), 0.8)
     meant, note = f"{own}.{name}", ""
     if meant not in keys():
-        meant, note = entry_of(path) or (_similar(path, own), "")
+        meant, note = _there(path) or (_similar(path, own), "")
     if meant and not unsupported_by(meant):
         return f"did you mean {shown(meant)}{note and f' ({note})'}?"
     page = f"see {f'[{section}] in ' if section in sections() else ''}docs/configuration.md"
     return f"no key is like it: {note or page}"
+
+
+def _is_elsewhere(path: str) -> bool:
+    """Whether it is not of what the policy samples and learns."""
+    return bool(NOT_THE_POLICY & set(path.split(".")[:-1]))
+
+
+def _there(path: str) -> tuple[str, str] | None:
+    """(key or "", note) for a key of another trainer: by `entry_of`, or since its section and name are some here."""
+    same = ".".join(path.split(".")[-2:])
+    honoured = same in keys() and not unsupported_by(same) and not _is_elsewhere(path)
+    return entry_of(path) or ((same, "") if honoured else None)
 
 
 def _similar(path: str, own: str | None) -> str:
@@ -118,7 +130,7 @@ def _keys_in(tables: dict[str, Any], section: str) -> str:
     """What the keys of another trainer's section are here, "" if none is known."""
     found = []
     for path in _leaves(tables):
-        meant, note = entry_of(f"{section}.{path}") or ("", "")
+        meant, note = _there(f"{section}.{path}") or ("", "")
         if meant:
             found.append(f"{path} is {label(meant)}{note and f' ({note})'}")
     return f"it is another trainer's, and here {shortened(', '.join(found), 1500)}" if found else ""

@@ -213,6 +213,7 @@ def _read_toml(path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
     except (ValueError, RecursionError) as error:  # bad TOML, bytes that are not UTF-8, or brackets by the thousand
         other = _other_format(path, text)
         why = f"is {other}: write it as TOML, like those in train_configs" if other else f"is not valid TOML: {error}"
+        why += ". Save it as UTF-8" * isinstance(error, UnicodeDecodeError)
         raise UserError(f"--job.config_file {shortened(path)}: {why}") from None
     yield from _read_table(tables, "", problems)
 

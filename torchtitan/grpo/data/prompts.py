@@ -174,7 +174,7 @@ class PromptSource:
             raise UserError(
                 f"The prompts of {self._rows.name} are not those that the checkpoint was trained on: restore the data, "
                 "the [data] keys, [validation] prompts and sets and the chat template, or start in another [job] "
-                "dump_folder"
+                "dump_folder, from the trained weights if [model] hf_assets_path names the checkpoint's folder hf"
             )
         self._seed, self._epoch, self._taken = state["seed"], state["epoch"], state["taken"]
         self._order = self._epoch_order()

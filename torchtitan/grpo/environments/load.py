@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data
 from torchtitan.grpo.config.tables import table_title
 from torchtitan.grpo.errors import UserError, did_you_mean, renamed
-from torchtitan.grpo.process.import_path import import_function, load_function
+from torchtitan.grpo.process.import_path import import_function, is_async, load_function, source
 from torchtitan.grpo.process.stopping import Stopped
 from torchtitan.grpo.rollouts.environment import ENDPOINT, KEY, Environment, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment, place
@@ -34,6 +34,8 @@ def loaded_environments(config: JobConfig) -> Iterator[Environments]:
         def guarded(name: str, arguments: dict[str, Any], data: Data, key: str = KEY) -> GuardedEnvironment:
             with renamed(KEY, key):
                 environment = load_environment(name, arguments, data.chat_template_kwargs)
+                if not is_async(inspect.unwrap(environment)):
+                    raise UserError(f'{KEY}: "{name}" ({source(environment)}) is not awaited: write it as `async def`')
             stack.callback(getattr(environment, "close", lambda: None))
             return GuardedEnvironment(environment, name, rollout.environment_concurrency, key)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
-from torchtitan.grpo.model.families import MODEL_TYPES, Family, ModelArgs, get_family
+from torchtitan.grpo.model.families import FAMILIES, MODEL_TYPES, Family, ModelArgs, get_family
 from torchtitan.grpo.model.finite import bad_weights
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
@@ -129,6 +129,11 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
 def resolve_and_check(config: Any) -> ModelSource:
     """`resolve_model` for a run, and what is checked before anything is started: parallelism, and the folder's weights
     with `[model] weights = "hf"`."""
+    if not config.model.flavor and config.model.name not in ("", *FAMILIES):
+        raise UserError(
+            f'[model] name = "{config.model.name}" is no family of flavors ({", ".join(FAMILIES)}): leave it out, and '
+            "name the model in hf_assets_path, by its folder or its id on the hub"
+        )
     source = resolve_model(config.model, config.training.seq_len, config.lora)
     if source.folder.resolve() == Path(config.job.dump_folder).resolve():
         raise UserError(

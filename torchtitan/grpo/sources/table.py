@@ -210,7 +210,7 @@ def _instead(path: str) -> str:
     """What to do about a file that is not JSON lines."""
     kind = OTHER_FILES.get(os.path.splitext(path.removesuffix(".gz"))[1].lower())
     if kind is None:
-        return "write one JSON object per line, or one list of them"
+        return "write one JSON object per line, or one list of them, in UTF-8"
     return f'it is {kind}: put it into a folder of its own, set [data] source = "hf" and give that folder\'s path'
 
 
