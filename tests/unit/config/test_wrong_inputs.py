@@ -90,10 +90,10 @@ def unlink(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def write(name: str, text: str) -> Callable[[Path], None]:
+def write(name: str, text: str, encoding: str = "utf-8") -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding)
 
     return spoil
 
@@ -120,6 +120,24 @@ def cut_weights(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def adapters_alone(folder: Path) -> None:
+    unlink(CONFIG)(folder)
+    write("model/adapter_config.json", '{"base_model_name_or_path": "a/b"}')(folder)
+
+
+def instead_of_weights(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / "model" / "model.safetensors").rename(folder / "model" / name)
+
+    return spoil
+
+
+def no_end_token(folder: Path) -> None:
+    edit("model/tokenizer_config.json", eos_token=None)(folder)
+    for name in (CONFIG, "model/generation_config.json"):
+        edit(name, eos_token_id=None)(folder)
+
+
 def other_shape(folder: Path) -> None:
     path = folder / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -144,6 +162,23 @@ HF = {"--model.weights": "hf"}
 CONFIG = "model/config.json"
 OWN = {"--reward.functions": "mine:score"}
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n"
+FREQ = "[validation]\nfreq = 0\n"
+
+
+def toml(text: str, *words: str, encoding: str = "utf-8") -> Wrong:
+    return Wrong({"--job.config_file": "run.toml"}, words, write("run.toml", text, encoding))
+
+
+def reward(code: str, *words: str) -> Wrong:
+    return Wrong(OWN, ("[reward] functions", "mine:score", *words), write("mine.py", code))
+
+
+def play(code: str, *words: str, **arguments: object) -> Wrong:
+    given = {"--rollout.environment_args": json.dumps(arguments)} if arguments else {}
+    return Wrong({"--rollout.environment": "play:play"} | given, words, write("play.py", code))
+
+
 CONFIGURATION = {
     "nothing at all": Wrong(
         {"--model.hf_assets_path": ""}, ("[model] hf_assets_path is missing", "Hugging Face folder")
@@ -163,6 +198,30 @@ CONFIGURATION = {
         {"--job.config_file": "run.toml"},
         "run.toml: is JSON: write it as TOML",
         spoil=write("run.toml", '{\n "grpo": {}}'),
+    ),
+    "UTF-16": toml(FREQ, "run.toml: is not valid TOML", "Save it as UTF-8", encoding="utf-16"),
+    "a byte-order mark is read": toml(FREQ, "[validation] freq = 0 must be", encoding="utf-8-sig"),
+    "Windows' ends of lines are read": toml(FREQ.replace("\n", "\r\n"), "[validation] freq = 0 must be"),
+    "a key twice": toml("[grpo]\nkl_coef = 0\nkl_coef = 1\n", "Cannot overwrite a value (at line 3,"),
+    "a section twice": toml("[grpo]\n[grpo]", "Cannot declare ('grpo',) twice (at line 2,"),
+    "a Cyrillic letter": toml('[grpo]\n"group_s\u0456ze" = 2', "group_s\u0456ze: did you mean [grpo] group_size?"),
+    "a line that never ends": toml("[grpo]\n" + "x" * 99_999 + " = 1", "(99,999 characters): no key is like it"),
+    "another file's flag": flag("--config", "run.toml", "did you mean --job.config_file?"),
+    "prime-rl's @": Wrong({}, ("unexpected argument '@'", "--job.config_file run.toml?"), argv=("@", "run.toml")),
+    "a flag twice": Wrong({}, ("--grpo.group_size is given twice: keep one",), argv=("--grpo.group_size", "2")),
+    "one hyphen": Wrong({}, ("'-grpo.kl_coef': flags are --section.key value",), argv=("-grpo.kl_coef",)),
+    "not a number": flag("--optimizer.lr", "nan", "[optimizer] lr", "nan is not a finite number"),
+    "a float for an int": flag("--training.steps", "1e3", "[training] steps", '"1e3" is text, not int'),
+    "half precision": flag("--training.dtype", "fp16", '"fp16" is not allowed', '"bfloat16" or "float32"'),
+    "a variable of the shell": flag("--rollout.urls_file", "$HOME/urls", '"$HOME/urls" does not exist'),
+    "TRL: top_k": flag("--grpo.top_k", "20", "would sample from the likeliest tokens alone"),
+    "TRL: SAPO": flag("--grpo.policy_loss", "sapo", '"ppo" or "gspo" or "cispo" or "module:function"'),
+    "TRL: report_to": flag("--grpo.report_to", "wandb", "no key is like it", "[metrics] has switches"),
+    "verl's sections": toml(
+        "[actor_rollout_ref.rollout]\nn = 8\n[actor_rollout_ref.model.lora]\nrank = 8",
+        "[actor_rollout_ref]: it is another trainer's",
+        "rollout.n is [grpo] group_size",
+        "model.lora.rank is [lora] rank",
     ),
     "the file without its flag": Wrong({}, ("--job.config_file run.toml?",), argv=("run.toml",)),
     "key without section": flag("--group_size", "4", "did you mean --grpo.group_size?"),
@@ -318,6 +377,7 @@ MODELS = {
     "torn generation_config.json": wrong(
         {}, "generation_config.json is not a JSON object", spoil=write("model/generation_config.json", "{")
     ),
+    "a hub's name as family": flag("--model.name", "a/b", '[model] name = "a/b" is no family', "hf_assets_path"),
     "unknown flavour": wrong({"--model.name": "qwen3", "--model.flavor": "0.7B"}, '"0.7B" is not a flavour', "0.6B"),
     "flavour alone": flag("--model.flavor", "0.6B", "[model] flavor", "with [model] name only"),
     "no weights": wrong(HF, "neither model.safetensors", 'weights = "random"', spoil=unlink("model/model.safetensors")),
@@ -325,12 +385,63 @@ MODELS = {
     "weights of another shape": wrong(
         HF, "1 missing: model.layers.0.mlp.up_proj", "norm.weight [3]", spoil=other_shape
     ),
+    "Git LFS: weights": wrong(HF, "truncated or not a safetensors", spoil=write("model/model.safetensors", LFS)),
+    "Git LFS: tokenizer": wrong({}, "download the tokenizer files again", spoil=write("model/tokenizer.json", LFS)),
+    "quantised": wrong(
+        HF, "quantization_config", "float weights", spoil=edit(CONFIG, quantization_config={"quant_method": "fp8"})
+    ),
+    "adapters alone": wrong(HF, "LoRA adapters without their base; merge them", spoil=adapters_alone),
+    "GGUF": wrong(HF, "download the safetensors weights", spoil=instead_of_weights("model.gguf")),
+    "pickled weights": wrong(HF, "other formats are not read", spoil=instead_of_weights("pytorch_model.bin")),
+    "a hub cache's root": wrong(
+        {"--model.hf_assets_path": "cache"},
+        "has no config.json: download the whole model folder",
+        spoil=lambda folder: shutil.copytree(folder / "model", folder / "cache" / "snapshots" / "abc"),
+    ),
+    "no end token": wrong({}, "names no end token: set eos_token", spoil=no_end_token),
     "an index without files": wrong(
         HF, "missing: model-00001-of-00002", "00002-of-00002", "index.json", spoil=index_without_files
     ),
 }
 
 DATA = {
+    "latin-1": wrong(
+        JSONL,
+        "rows.jsonl:1 is not JSON ('utf-8'",
+        "in UTF-8",
+        spoil=write("rows.jsonl", '{"question": "\xe9"}', "latin-1"),
+    ),
+    "Git LFS": wrong(JSONL, "rows.jsonl:1 is not JSON", spoil=write("rows.jsonl", LFS)),
+    "CSV": wrong(
+        JSONL | {"--data.path": "rows.csv"},
+        "rows.csv:1 is not JSON",
+        "it is CSV",
+        'source = "hf"',
+        spoil=write("rows.csv", "question,answer\n1,1"),
+    ),
+    "a pattern of files": wrong(JSONL | {"--data.path": "*.jsonl"}, "'*.jsonl' is not a file", spoil=rows()),
+    "no answer": wrong(JSONL, "rows.jsonl:13 has no column 'answer'", 'or to ""', spoil=rows({"question": "1"})),
+    "no regular expression": flag("--data.answer_pattern", "((", "[data] answer_pattern", "is no regular expression"),
+    "ShareGPT": wrong(
+        JSONL, 'must hold {"role": text', spoil=rows({"question": [{"from": "human", "value": "1"}], "answer": "1"})
+    ),
+    "an image": wrong(
+        JSONL,
+        "rows.jsonl:13",
+        "messages, not {'role': 'user', 'content': [{'type': 'image'}]}",
+        spoil=rows({"question": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}),
+    ),
+    "an empty folder": wrong(
+        {"--data.source": "hf", "--data.source_args": "{}", "--data.path": "rows"},
+        "cannot be read as a dataset",
+        spoil=lambda folder: (folder / "rows").mkdir(),
+    ),
+    "a coroutine as curriculum": wrong(
+        {"--data.curriculum": "mine:score"},
+        "[data] curriculum",
+        "write it as `def`",
+        spoil=write("mine.py", "async def score(prompt, pass_rate): return True"),
+    ),
     "no file": wrong(JSONL | {"--data.path": "no.jsonl"}, "[data] path = 'no.jsonl' is not a file"),
     "a folder as file": wrong(JSONL | {"--data.path": "model"}, "[data] path = 'model' is not a file"),
     "empty": wrong(JSONL, "rows.jsonl has no rows", spoil=write("rows.jsonl", "\n\n")),
@@ -439,6 +550,21 @@ FUNCTIONS = {
         spoil=write("mine.py", "def score(a, p): return p.columns['x']"),
     ),
     "reward that returns nothing": wrong(OWN, "mine:score", "None", spoil=write("mine.py", "def score(a, p): pass")),
+    "reward that returns no number": reward("def score(a, p): return float('nan')", "nan: return one finite number"),
+    "reward that returns a tuple": reward("def score(a, p): return 1, 'why'", "(1, 'why'): return one finite number"),
+    "reward that is a class": reward("class score:\n    def __init__(self, a, p): pass", "return one finite number"),
+    "reward that exits": reward("import sys\ndef score(a, p): sys.exit('no key')", "raised SystemExit: no key"),
+    "reward that exits on import": reward("raise SystemExit('no MY_DATA')", "sys.exit('no MY_DATA')", "__main__"),
+    "reward that parses arguments": reward(
+        "import argparse\nargparse.ArgumentParser().parse_args()", "sys.exit(2)", "reads the command line"
+    ),
+    "TRL's reward": reward("def score(completions, **kwargs): return []", "signature of TRL", "def for_grpo(answers"),
+    "verl's reward": reward(
+        "def score(data_source, solution_str, ground_truth): return 1.0", "must take 2 arguments (answer, prompt)"
+    ),
+    "reward in Python's own module": flag(
+        "--reward.functions", "json:score", 'json/__init__.py has no function "score"'
+    ),
     "reward as a path": flag("--reward.functions", "./mine.py:score", 'must be "module:function"'),
     "no rewards": flag("--reward.functions", "", "[reward] functions is empty"),
     "weights": flag("--reward.weights", "1,2", "[reward] weights has 2 entries for 1"),
@@ -447,6 +573,13 @@ FUNCTIONS = {
     ),
     "environment of no module": flag("--rollout.environment", "no_such:play", "[rollout] environment", "'no_such'"),
     "environment as a path": flag("--rollout.environment", "play.py", 'must be "module:function"'),
+    "environment that is not awaited": play(
+        "def play(client, prompt): return []", '"play:play"', "play.py:1", "write it as `async def`"
+    ),
+    "environment with an unknown argument": play(
+        "async def play(client, prompt, turns=1): return []", 'has "turn"', 'did you mean "turns"?', turn=3
+    ),
+    "tasks of verifiers, and other rows": flag("--rollout.environment", "verifiers:a", 'set source = "environment"'),
     "environment with one argument": wrong(
         {"--rollout.environment": "play:play"},
         "must take 2 arguments (client, prompt)",

@@ -1,6 +1,7 @@
 """Prompt sources: real files in, rendered prompts out, exact continuation, and errors that say what to change."""
 
 import codecs
+import copy
 import gzip
 import json
 import shutil
@@ -321,6 +322,16 @@ def test_resume_refuses_other_prompts(tokenizer):
     other = PromptSource(Data(source_args={"max": 4}, prompt_template="{prompt} "), tokenizer, 3)
     with pytest.raises(UserError, match=r"not those that the checkpoint was trained on.*\[job\] dump_folder"):
         other.load_state_dict(state)
+
+
+def test_resume_refuses_a_tokenizer_that_gives_other_tokens(tokenizer):
+    data, other = Data(source_args={"max": 4}), copy.deepcopy(tokenizer)
+    other.add_tokens(["1+"])
+    state = PromptSource(data, tokenizer, 3).state_dict()
+    with pytest.raises(UserError, match=r"^The tokenizer of .* other tokens than .*\[model\] hf_assets_path"):
+        PromptSource(data, other, 3).load_state_dict(state)
+    del state["tokens"]  # of an earlier version
+    PromptSource(data, other, 3).load_state_dict(state)
 
 
 def test_prompts_by_index_leave_the_position_alone(tokenizer):

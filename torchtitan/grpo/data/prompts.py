@@ -99,7 +99,7 @@ class PromptSource:
                     "does not read: leave it out"
                 )
         self._rows = load_rows(data, held_out, validation_prompts, asked, of_environment)
-        self._positions, self._fingerprint = self._check_rows()
+        self._positions, self._fingerprint, self._tokens = self._check_rows()
         self._epoch = 0
         self._taken = 0
         self._order = self._epoch_order()
@@ -160,6 +160,7 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data and the curriculum's mean rewards, as JSON values."""
         state = {"seed": self._seed, "epoch": self._epoch, "taken": self._taken, "fingerprint": self._fingerprint}
+        state["tokens"] = self._tokens
         if self._curriculum is not None:
             state["pass_rates"] = {str(index): rate for index, rate in self._pass_rates.items()}
         return state
@@ -175,6 +176,11 @@ class PromptSource:
                 f"The prompts of {self._rows.name} are not those that the checkpoint was trained on: restore the data, "
                 "the [data] keys, [validation] prompts and sets and the chat template, or start in another [job] "
                 "dump_folder, from the trained weights if [model] hf_assets_path names the checkpoint's folder hf"
+            )
+        if state.get("tokens", self._tokens) != self._tokens:  # an earlier version saved none
+            raise UserError(
+                f"The tokenizer of {self._tokenizer.name_or_path} gives the prompts of {self._rows.name} other tokens "
+                "than the checkpoint was trained on: restore the files of [model] hf_assets_path"
             )
         self._seed, self._epoch, self._taken = state["seed"], state["epoch"], state["taken"]
         self._order = self._epoch_order()
@@ -213,10 +219,10 @@ class PromptSource:
         """The key that limits a row's tokens, and its value."""
         return "[data] max_prompt_tokens", self._data.max_prompt_tokens
 
-    def _check_rows(self) -> tuple[list[int], str]:
-        """Positions of the rows within the limit, and a fingerprint of their rendered text."""
+    def _check_rows(self) -> tuple[list[int], str, str]:
+        """Positions of the rows within the limit, and fingerprints of their rendered text and of their tokens."""
         key, limit = self._limit()
-        kept, digest, unknown, blank, first = [], hashlib.sha256(), 0, 0, ""
+        kept, digest, ids, unknown, blank, first = [], hashlib.sha256(), hashlib.sha256(), 0, 0, ""
         positions = self._rows.positions
         for start in range(0, len(positions), RENDER_BATCH):
             for prompt in self._prompts(positions[start : start + RENDER_BATCH]):
@@ -228,6 +234,7 @@ class PromptSource:
                     kept.append(prompt.index)
                     blank += not prompt.answer
                     digest.update(f"{prompt.index}\0{prompt.text}\0{prompt.answer}\0".encode())
+                    ids.update(f"{prompt.token_ids}".encode())
                     unknown += (
                         self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in prompt.token_ids
                     )
@@ -242,7 +249,7 @@ class PromptSource:
         if blank and self._data.answer_column and SOURCES[self._data.source].path:
             message = "%s: the answer of %d %ss is null, NaN or empty text"
             logger.warning(message, self._rows.name, blank, self.NOUN)
-        return kept, digest.hexdigest()
+        return kept, digest.hexdigest(), ids.hexdigest()
 
     def _check_embeddings(self, prompt: Prompt) -> None:
         check_embeddings(prompt.token_ids, self._rows.place(prompt.index), self._tokenizer, self._vocab_size)
