@@ -34,8 +34,6 @@ def loaded_environments(config: JobConfig) -> Iterator[Environments]:
         def guarded(name: str, arguments: dict[str, Any], data: Data, key: str = KEY) -> GuardedEnvironment:
             with renamed(KEY, key):
                 environment = load_environment(name, arguments, data.chat_template_kwargs)
-                if not is_async(inspect.unwrap(environment)):
-                    raise UserError(f'{KEY}: "{name}" ({source(environment)}) is not awaited: write it as `async def`')
             stack.callback(getattr(environment, "close", lambda: None))
             return GuardedEnvironment(environment, name, rollout.environment_concurrency, key)
 
@@ -71,11 +69,15 @@ def load_environment(name: str, arguments: dict[str, Any], template_arguments: d
         return _made(OpenEnvEnvironment, name, what, template_arguments, **arguments)
     found = import_function(KEY, name)
     if inspect.isclass(found):
-        return _made(found, name, **arguments)
-    if not arguments:
-        return load_function(KEY, name, "client", "prompt")
-    _check_arguments(found, name, "client", "prompt", **arguments)
-    return partial(found, **arguments)
+        environment = _made(found, name, **arguments)
+    elif arguments:
+        _check_arguments(found, name, "client", "prompt", **arguments)
+        environment = partial(found, **arguments)
+    else:
+        environment = load_function(KEY, name, "client", "prompt")
+    if not is_async(environment):
+        raise UserError(f'{KEY}: "{name}" ({source(environment)}) gives no coroutine: write it as `async def`')
+    return environment
 
 
 def _made(make: Callable[..., Any], name: str, *positional: Any, **arguments: Any) -> Environment:
