@@ -146,6 +146,15 @@ def other_shape(folder: Path) -> None:
     save_file(tensors, path)
 
 
+def with_norm(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "model" / "model.safetensors"
+        tensors = load_file(path)
+        save_file(tensors | {"model.norm.weight": change(tensors["model.norm.weight"])}, path)
+
+    return spoil
+
+
 def index_without_files(folder: Path) -> None:
     (folder / "model" / "model.safetensors").unlink()
     names = {f"tensor{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
@@ -387,6 +396,12 @@ MODELS = {
     ),
     "Git LFS: weights": wrong(HF, "truncated or not a safetensors", spoil=write("model/model.safetensors", LFS)),
     "Git LFS: tokenizer": wrong({}, "download the tokenizer files again", spoil=write("model/tokenizer.json", LFS)),
+    "weights that are not numbers": wrong(
+        HF, "hold NaN or infinity", "model.norm.weight", spoil=with_norm(lambda weight: weight / 0)
+    ),
+    "weights in int8": wrong(
+        HF, "are quantised", "model.norm.weight I8", spoil=with_norm(lambda weight: weight.to(torch.int8))
+    ),
     "quantised": wrong(
         HF, "quantization_config", "float weights", spoil=edit(CONFIG, quantization_config={"quant_method": "fp8"})
     ),
@@ -770,7 +785,7 @@ def test_servers_that_fail_end_the_run_in_one_line(
 
 
 def test_the_table_is_long_enough() -> None:
-    assert len(TABLE) + len(SERVERS) >= 84
+    assert len(TABLE) + len(SERVERS) + len(LAUNCHED) >= 200
 
 
 def test_a_folder_that_another_run_uses(folder: Path, capsys: pytest.CaptureFixture) -> None:

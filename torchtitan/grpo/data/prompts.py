@@ -175,7 +175,7 @@ class PromptSource:
             raise UserError(
                 f"The prompts of {self._rows.name} are not those that the checkpoint was trained on: restore the data, "
                 "the [data] keys, [validation] prompts and sets and the chat template, or start in another [job] "
-                "dump_folder, from the trained weights if [model] hf_assets_path names the checkpoint's folder hf"
+                "dump_folder, and from the trained weights with the checkpoint's folder hf as [model] hf_assets_path"
             )
         if state.get("tokens", self._tokens) != self._tokens:  # an earlier version saved none
             raise UserError(
