@@ -93,7 +93,7 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
 
 
 def _is_elsewhere(path: str) -> bool:
-    """Whether it is not of what the policy samples and learns."""
+    """Whether it stands in one of NOT_THE_POLICY, where a name means something else."""
     return bool(NOT_THE_POLICY & set(path.split(".")[:-1]))
 
 

@@ -183,7 +183,6 @@ VERL = {
     "ppo_micro_batch_size_per_gpu": _PACKED,
     "ppo_mini_batch_size": "grpo.minibatches: their number, train_batch_size / ppo_mini_batch_size",
     "project_name": _WANDB_PROJECT,
-    "prometheus.port": "metrics.prometheus_port",
     "prompt_key": "data.prompt_column",
     "ref.fsdp_config.param_offload": 'offload.reference_weights: "host"',
     "resume_from_path": ": [checkpoint] resume goes on in [job] dump_folder, and load_step names the step",

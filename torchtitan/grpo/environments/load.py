@@ -25,8 +25,8 @@ def loaded_environments(config: JobConfig) -> Iterator[Environments]:
     """The environments of a run, closed at its end: its own, and those of held-out sets if it validates.
 
     Raises:
-        UserError: There is no such environment, its package is not installed, or it does not take these arguments. The
-            message names the table.
+        UserError: There is no such environment, its package is not installed, it does not take these arguments, or it
+            gives no coroutine. The message names the table.
     """
     rollout = config.rollout
     with contextlib.ExitStack() as stack:
