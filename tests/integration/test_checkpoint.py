@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
@@ -301,8 +302,11 @@ def test_the_reference_model_is_part_of_the_checkpoint(tmp_path):
 
 def test_the_export_beside_a_checkpoint_is_its_model(tmp_path):
     trainer = saved_at(tmp_path, 2, export_hf=True, export_dtype="bfloat16")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint" / "step-2" / "hf")
+    folder = tmp_path / "checkpoint" / "step-2" / "hf"
+    exported = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(exported.lm_head.weight, trainer.model.output.weight.bfloat16())
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "transformers" and "after 2 steps of GRPO" in card.text
 
 
 def test_the_optimizer_settings_of_the_configuration_hold_after_a_resume(tmp_path, caplog):

@@ -41,6 +41,7 @@ def one_rank() -> Iterator[None]:
 
 FILES = ["complete.json", "dcp/.metadata", "dcp/__0_0.distcp", "drawn.msgpack", "rng-rank-0.pt", "trainer.json"]
 UNREAD = [
+    "hf/README.md",
     "hf/config.json",
     "hf/model.safetensors",
     "hf/tokenizer.json",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
@@ -140,6 +141,9 @@ def test_sft_learns_resumes_to_the_bit_and_refuses_another_base(tmp_path):
     last = [tmp_path / name / "checkpoint" / "step-8" for name in ("whole", "cut")]
     for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
         assert len({(folder / file).read_bytes() for folder in last}) == 1, file
+    for kind, library in (("adapter", "peft"), ("hf", "transformers")):
+        card = ModelCard.load(last[0] / kind / "README.md")
+        assert card.data.library_name == library and "after 8 steps of supervised fine-tuning" in card.text
     assert lines[0][-1]["train/loss"] < lines[0][0]["train/loss"]
     saved = FileSystemReader(last[0] / "dcp").read_metadata().state_dict_metadata
     weights = [name for name in saved if name.startswith(("model.", "optimizer.state."))]

@@ -23,6 +23,7 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
     trainer_state.py   trainer.json and the files beside it
     parallel_writer.py   DCP's files, several at the same time
     export.py          the Hugging Face folder from DCP's files
+    model_card.py      its README.md: what trained the model, without what may not be published
     adapters.py        `[lora]`: adapters as they are saved, and which frozen weights they belong to
     marker.py          complete.json: written, read, checked against the files
     together.py        one stage on every rank: all go on or none, and nobody waits for a rank that has failed

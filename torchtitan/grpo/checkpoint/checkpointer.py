@@ -19,12 +19,14 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
 from torchtitan.grpo.checkpoint.loading import Loader
 from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
+from torchtitan.grpo.checkpoint.model_card import CARD, model_card
 from torchtitan.grpo.checkpoint.random_states import random_states
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.states import collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.checkpoint.trainer_state import TrainerState, files_of
 from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread
+from torchtitan.grpo.config.jobs import job_of
 from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.grpo.process.random_numbers import seed_python
@@ -284,10 +286,15 @@ class Checkpointer:
         def rest() -> None:
             torch.save(random_states(self.device), content)
             if self.rank == 0:
-                files.update(files_of(self.trainer_state.state_dict()))
+                state = self.trainer_state.state_dict()
+                files.update(files_of(state))
                 files[RUN_CONFIG] = json.dumps(self.run_config, indent=1).encode()
-                if self._validated[0] == step:
-                    files[VALIDATION] = json.dumps(self._validated[1]).encode()
+                held_out = self._validated[1] if self._validated[0] == step else {}
+                if held_out:
+                    files[VALIDATION] = json.dumps(held_out).encode()
+                for kind in self.writer.exports:
+                    card = model_card(kind, step, job_of(state), self.run_config, held_out)
+                    files[f"{kind}/{CARD}"] = card.encode(errors="backslashreplace")
 
         states = collect(self.states, self.together, self._copy if to_host else None)
         self.together.locally("collecting random states and the trainer's state", rest)

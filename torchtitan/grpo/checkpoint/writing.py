@@ -30,7 +30,7 @@ class Taken:
         states: What DCP writes.
         on_host: Its tensors are copies on the host, so training may go on.
         random_states: The content of this rank's file.
-        files: Further files: name and content. Empty on ranks other than 0.
+        files: Further files, those in the exports' folders included: name and content. Empty on ranks other than 0.
     """
 
     step: int
@@ -55,6 +55,9 @@ class Writer:
         source, tokenizer, merge: See `Checkpointer`.
         host_copy: It holds what was taken with `Taken.on_host`. None: nothing is.
         device: Of the model.
+
+    Attributes:
+        exports: Names of the folders for inference in a checkpoint.
     """
 
     def __init__(
@@ -71,7 +74,8 @@ class Writer:
         self._cfg, self._together = checkpoint_cfg, together
         self._model, self._source, self._tokenizer = model, source, tokenizer
         self._copy, self._device = host_copy, device
-        self._exports_model = source.lora is None or merge
+        kinds = {"adapter": source.lora is not None, "hf": source.lora is None or merge}
+        self.exports = [name for name, is_due in kinds.items() if is_due and checkpoint_cfg.export_hf]
 
     def write(self, taken: Taken, path: Path) -> None:
         """Write what was taken to the folder `path`, in place of what is there. Collective.
@@ -104,10 +108,8 @@ class Writer:
                 process_group=together.group,
             ),
         )
-        if self._cfg.export_hf and self._source.lora is not None:
-            self._export(taken, unfinished, "adapter")
-        if self._cfg.export_hf and self._exports_model:
-            self._export(taken, unfinished, "hf")
+        for name in self.exports:
+            self._export(taken, unfinished, name)
         rng_path = unfinished / f"rng-rank-{together.rank}.pt"
         together.locally(f"writing {rng_path}", lambda: rng_path.write_bytes(taken.random_states))
         what = f"writing {unfinished / TRAINER_STATE} and the files beside it"
