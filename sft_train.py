@@ -10,7 +10,6 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -19,8 +18,8 @@ import torchtitan_overlay  # noqa: F401  first: imports are quicker, and torchti
 import torch
 
 from torchtitan.grpo.config.tables import held_out_sets
-from torchtitan.grpo.data.conversations import ConversationSource
-from torchtitan.grpo.data.load import load_held_out, load_training
+from torchtitan.grpo.data.conversations import load_conversations
+from torchtitan.grpo.data.overview import overview
 from torchtitan.grpo.data.samples import Conversation, Prompt
 from torchtitan.grpo.policy.batch import supervised_samples
 from torchtitan.grpo.policy.microbatch import Microbatch
@@ -32,6 +31,7 @@ from torchtitan.grpo.reporting.console import SFT_FIELDS
 from torchtitan.grpo.reporting.usage import highest_peaks
 from torchtitan.grpo.run.run import Run
 from torchtitan.grpo.run.script import run_job
+from torchtitan.tools.logging import logger
 
 
 @dataclasses.dataclass
@@ -62,10 +62,9 @@ class SftTrainer(Run):
         self.held_out_rows: dict[str, list[PackedRow]] = {}
         self.read_model()
         if self.is_rank0:
-            own = {"sft": config.sft, "seq_len": config.training.seq_len, "end_ids": self.end_token_ids}
-            make = partial(ConversationSource, vocab_size=self.source.model_args.vocab_size, **own)
-            self.held_out = load_held_out(config, self.tokenizer, make) if config.validation.enable else []
-            self.conversations = load_training(config, self.tokenizer, self.held_out, make)
+            own = self.tokenizer, self.source.model_args.vocab_size, self.end_token_ids
+            self.conversations, self.held_out = load_conversations(config, *own)
+            logger.info("\n".join(overview(self.conversations, self.held_out, self.tokenizer)))
         self.join()
         self.build()
         self.metrics.show_fields(SFT_FIELDS)

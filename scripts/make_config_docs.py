@@ -26,8 +26,10 @@ A run is a TOML file, and flags that override it:
 * Unknown keys, wrong types, numbers out of range and contradictions stop the run before it starts. The exit code is 2,
   and one message names all problems. For a common name of another trainer it has the key that does the same:
   [coming from TRL, verl, prime-rl or NeMo-RL](coming_from.md).
-* `--dry_run` prints the configuration as TOML, the batch arithmetic, the memory of one rank and the disk for
-  checkpoints. Then it stops. `--dry_run h100` is about a run on that GPU. `--version` prints the version.
+* `--dry_run` prints the keys that differ from their defaults, and the plan: batch, memory of a rank and of a node,
+  GPUs, servers, disk. `--check` does the same and also reads the task ([data.md](data.md#see-it-before-it-trains)).
+  They are two flags because a plan needs `config.json` alone, and a check data and your code. Neither starts a run.
+  `--check h100 full` plans for that GPU and prints all keys. `--version` prints the version.
 * The sections are those of [torchtitan](https://github.com/pytorch/torchtitan) 0.2.2 and of this project. Defaults that
   differ from torchtitan's are marked.
 """

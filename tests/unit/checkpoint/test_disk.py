@@ -102,7 +102,20 @@ def test_a_disk_that_does_not_say_what_is_free_is_not_refused(tmp_path, monkeypa
 
 def test_the_dry_run_counts_the_best_checkpoint_too(tmp_path):
     config, _ = a_run(tmp_path, 1 << 20, "--validation.enable", "--checkpoint.keep_best", "validation/greedy_reward")
-    assert "at most 4 at once" in disk_lines(config, 10, 10)[-1]
+    assert "at most 4 at once" in disk_lines(config, 10, 10)[-2]
+
+
+def test_the_dry_run_compares_with_what_is_free_and_makes_no_folder(tmp_path, monkeypatch):
+    config, _ = a_run(tmp_path, 1 << 20)
+    config.job.dump_folder = str(tmp_path / "not" / "there")
+    each = 16 * 10  # weights, AdamW's moments and export, of ten parameters
+    for free, says in ((3 * each, "all fit"), (2 * each, "2 fit"), (each - 1, "does NOT fit"), (None, "at once")):
+        monkeypatch.setattr("torchtitan.grpo.checkpoint.disk.free_bytes", lambda folder, free=free: free)
+        assert says in disk_lines(config, 10, 10)[-1]
+    asked = []
+    monkeypatch.setattr("torchtitan.grpo.checkpoint.disk.free_bytes", asked.append)
+    disk_lines(config, 10, 10)
+    assert asked == [tmp_path] and not (tmp_path / "not").exists()
 
 
 def test_a_replay_from_a_checkpoint_needs_no_room_for_one(tmp_path, monkeypatch):

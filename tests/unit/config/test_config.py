@@ -713,8 +713,8 @@ def test_version_is_the_packages(capsys):
 @pytest.mark.parametrize("world_size", ["1", "2"])
 def test_example_configurations_load(name, world_size, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("WORLD_SIZE", world_size)
     given = tomllib.loads((ROOT / "train_configs" / name).read_text())
+    monkeypatch.setenv("WORLD_SIZE", str(given.get("parallelism", {}).get("ranks", world_size)))
     rollout = given.get("rollout", {})
     starts_servers = rollout.get("replicas", 0) or rollout.get("colocate")  # only a dry run does without their Python
     config = load_config(
@@ -928,17 +928,35 @@ def test_dry_run_is_a_file_of_the_same_run(tmp_path):
         "http://a:1,http://b:2",
     ]
     config = load_config([*MODEL, *flags])
-    text = describe(config, world_size=2)
-    again = load_toml(tmp_path, text)
-    config.job.config_file = again.job.config_file
-    config.parallelism.data_parallel_replicate_degree = 1  # what 0 is here
-    assert again.to_dict() == config.to_dict()
-    assert "group_size = 4  # default 8" in text
+    for full in (False, True):
+        text = describe(config, world_size=2, full=full)
+        again = load_toml(tmp_path, text)
+        config.job.config_file = again.job.config_file
+        config.parallelism.data_parallel_replicate_degree = int(full)  # what 0 is here
+        assert again.to_dict() == config.to_dict()
+        assert "group_size = 4  # default 8" in text
+        assert ("prompts_per_step" in text) == ("[sft]" in text) == full, "keys with their defaults"
     assert "# \n" not in text
     assert "32 prompts x 4 = 128" in text
     assert "128 x (128 + 128) = 32,768" in text
     # 128 answers of 256 tokens on 2 ranks, 2 in a row of 512
     assert "32 for each rank and optimizer step" in text
+
+
+def test_a_file_says_how_many_ranks_it_is_for(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    six = [*MODEL, "--parallelism.ranks", "6", "--training.seq_len", "512"]
+    six += ["--data.max_prompt_tokens", "64", "--rollout.max_answer_tokens", "64"]
+    assert "on 6 data-parallel ranks" in describe(load_config(six, dry_run=""))
+    assert load_config(six, world_size=6) and load_config(six, world_size=0), "servers alone"
+    for world_size, said in (("8", "8 processes"), (None, "1 process")):
+        if world_size:
+            monkeypatch.setenv("WORLD_SIZE", world_size)
+        else:
+            monkeypatch.delenv("WORLD_SIZE")
+        with pytest.raises(UserError, match=rf"ranks = 6, but this run has {said}: start 6 \(by torchrun's") as refused:
+            load_config(six, dry_run="" if world_size else None)
+        assert str(refused.value).endswith(f"by --parallelism.ranks {world_size or 1}")
 
 
 def test_a_port_in_use_is_refused_and_no_key_is_shown(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.mixture import source_of_draw
+from torchtitan.grpo.data.overview import overview, visible
 from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
@@ -180,3 +181,24 @@ def test_reasoning_gym_tasks_are_told_apart(prompts_of):
     text += "max_prompt_tokens = 2000\n"
     prompts, _ = prompts_of(text + "[training]\nseq_len = 4000\n")
     assert Counter(prompt.source for prompt in prompts.next(8)) == {"chain_sum": 4, "coin_flip": 4}
+
+
+def test_the_overview_counts_the_rows_of_each_source_and_shows_its_first_prompt(prompts_of, tokenizer, tmp_path):
+    rows = [{"question": f"{i}+90=", "answer": str(i + 90)} for i in range(9)]
+    path = write_jsonl(tmp_path / "apart.jsonl", rows[7:])
+    own = f'[[data.mixture]]\nname = "rows"\nsource = "jsonl"\npath = "{write_jsonl(tmp_path / "a.jsonl", rows)}"\n'
+    own += f'validation_path = "{path}"\n[validation]\nenable = true\nprompts = 5\n'
+    prompts, held_out = prompts_of(TWO + own)
+    lines = overview(prompts, held_out, tokenizer)
+    assert lines[0] == "rows" and lines[3].startswith(f"  rows: {tmp_path / 'a.jsonl'}: 9 rows read, 0 held out, ")
+    assert ", 2 with a held-out question, 0 too long " in lines[3] and lines[3].endswith(", 7 to train on")
+    assert "5 held out" in lines[1] and lines[1].startswith("  small: [data] source")
+    assert lines[4:7] == [f"  held-out set {name}: {n} rows" for name, n in (("small", 5), ("large", 5), ("rows", 2))]
+    assert [line for line in lines if "first" in line][2] == 'first prompt of "rows", 6 tokens'
+    assert lines[-1] == "  <bos>0+90="
+
+
+def test_a_shown_prompt_has_visible_white_space_and_no_middle():
+    assert visible("a b\t\n\\boxed{é}\u2028 \x1b") == ["  a b\\t\\n", "  \\boxed{é}\\u2028", "   \\x1b"]
+    (line,) = visible("x" * 3000 + "end")
+    assert len(line) < 2100 and "[... 1,003 characters ...]" in line and line.endswith("xend")

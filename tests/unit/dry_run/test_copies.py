@@ -75,11 +75,11 @@ def test_where_the_choice_is_not_open(flags, world_size, nodes, even, degree, wh
 
 def test_a_dry_run_is_told_its_nodes_and_says_what_it_chose(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    text = describe(config(monkeypatch, 32), dry_run="h100")
+    text = describe(config(monkeypatch, 32), dry_run="h100", full=True)
     assert "# 32 ranks on 4 nodes\n#   4 copies of the model, each on 8 ranks: a copy for each node takes" in text
     assert "data_parallel_replicate_degree = 4  # default 0" in text
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    text = describe(config(monkeypatch, 32), dry_run="h100")
+    text = describe(config(monkeypatch, 32), dry_run="h100", full=True)
     assert " nodes\n" not in text and "data_parallel_replicate_degree = 1  # default 0" in text
 
 

@@ -27,7 +27,7 @@ from tests.helpers import TINY_QWEN3
 from tests.helpers.microbatches import microbatches
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.grpo.config.load import load_config, take_dry_run
+from torchtitan.grpo.config.load import DryRun, load_config, take_dry_run
 from torchtitan.grpo.config.target import Target, find_target
 from torchtitan.grpo.dry_run.activations import block_activations
 from torchtitan.grpo.dry_run.describe import describe, memory_lines
@@ -676,7 +676,9 @@ def test_a_dry_run_needs_config_json_alone_and_counts_the_disk(tmp_path):
         "export",
     ]
     assert lines[disk + 2].split()[1:] == ["at", "most", "3", "at", "once", f"{3 * each:.1f}", "MiB"]
-    assert any(line.endswith("%: it fits") for line in lines) and any("Only config.json" in line for line in lines)
+    assert any(line.endswith("%: it fits") for line in lines) and lines[-1].startswith(
+        "# Read: config.json of the model. No weights"
+    )
 
 
 def test_a_dry_run_refuses_experts_that_a_run_could_not_compile(tmp_path):
@@ -690,9 +692,16 @@ def test_a_dry_run_refuses_experts_that_a_run_could_not_compile(tmp_path):
 
 def test_the_target_is_taken_out_of_the_command_line():
     assert take_dry_run(["--a.b", "1"]) == (None, ["--a.b", "1"])
-    assert take_dry_run(["--dry_run", "--a.b", "1"]) == ("", ["--a.b", "1"])
-    assert take_dry_run(["--a.b", "1", "--dry-run", "h100", "--c.d"]) == ("h100", ["--a.b", "1", "--c.d"])
-    assert take_dry_run(["--dry_run=cpu"]) == ("cpu", [])
+    assert take_dry_run(["--dry_run", "--a.b", "1"]) == (DryRun(), ["--a.b", "1"])
+    assert take_dry_run(["--a.b", "1", "--dry-run", "h100", "--c.d"]) == (DryRun("h100"), ["--a.b", "1", "--c.d"])
+    assert take_dry_run(["--dry_run=cpu"]) == (DryRun("cpu"), [])
+    assert take_dry_run(["--dry_run", "full", "h100"]) == (DryRun("h100", full=True), [])
+    assert take_dry_run(["--check", "--dry_run", "h100", "full"]) == (DryRun("h100", full=True, check=True), [])
+    assert take_dry_run(["--a.b", "--check=h200"]) == (DryRun("h200", check=True), ["--a.b"])
+    with pytest.raises(UserError, match=r'--check "ful": no such target \(did you mean "full"'):
+        take_dry_run(["--check", "h100", "ful"])
+    with pytest.raises(UserError, match="--dry_run and --check name h100 and h200: keep one target"):
+        take_dry_run(["--dry_run", "h100", "--check", "h200"])
 
 
 def test_table_names_the_peak(monkeypatch):
@@ -717,25 +726,24 @@ def test_inputs_of_blocks_leave_the_device(folders, gpu_kernels, host_memory_apa
     memory = memory_bytes(config, 1)
     parts = memory.moments["log-probabilities' backward"]
     assert parts["activations"] + parts["kept logits"] + parts["gathered weights"] == pytest.approx(held, rel=0.05)
-    each = memory.inputs_on_host // (layers - 1)
+    each = memory.on_host["blocks' inputs"] // (layers - 1)
     assert each > 0
     one, two = (memory.moments[f"{name} block's backward"]["activations"] for name in ("first", "last"))
     assert two - one == each
-    line = f"  in each rank's host memory: {(layers - 1) * each / 2**20:,.1f} MiB pinned, the blocks' inputs"
-    assert line in memory_lines(config, 1)
+    (line,) = (line for line in memory_lines(config, 1) if "blocks' inputs" in line)
+    assert f" {(layers - 1) * each / 2**20:,.1f} MiB" in line
 
 
 def test_the_host_memory_of_checkpoints_written_in_the_background(monkeypatch):
     config = read(TINY, 1, 64, 2, monkeypatch=monkeypatch)
-    assert not any("a copy for checkpoints" in line for line in memory_lines(config, 1))
+    assert not any("copy for checkpoints" in line for line in memory_lines(config, 1))
     config.checkpoint.async_mode = "async_with_pinned_mem"
     weights = memory_bytes(config, 2).moments["optimizer step"]["weights"]
-    assert memory_bytes(config, 2).checkpoint_copy == 3 * weights, "weights and both moments of AdamW"
-    assert (
-        f"  in each rank's host memory: {3 * weights / 2**20:,.1f} MiB pinned, a copy for checkpoints"
-        in memory_lines(config, 2)
-    )
+    copy = "copy for checkpoints"
+    assert memory_bytes(config, 2).on_host[copy] == 3 * weights, "weights and both moments of AdamW"
+    (line,) = (line for line in memory_lines(config, 2) if copy in line)
+    assert f" {3 * weights / 2**20:,.1f} MiB" in line and line.endswith("of each rank")
     config.grpo.kl_coef = 0.1
-    assert memory_bytes(config, 2).checkpoint_copy == 4 * weights
+    assert memory_bytes(config, 2).on_host[copy] == 4 * weights
     config.checkpoint.enable = False
-    assert memory_bytes(config, 2).checkpoint_copy == 0
+    assert memory_bytes(config, 2).on_host[copy] == 0

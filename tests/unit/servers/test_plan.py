@@ -210,7 +210,8 @@ def test_the_key_of_the_run_is_the_servers_and_in_no_command_line(engine, monkey
 def test_flags_of_the_file_come_last_and_the_dry_run_shows_them():
     words = "--rollout.server_flags=--gpu-memory-utilization,0.5"
     config = configured("--rollout.engine", "vllm", "--rollout.replicas", "2", words)
-    title, first, second = plan_lines(config, 2, 1)
+    assert plan_lines(config, 2, 1)[2].startswith("  1, NO GPU is left on a node of 2: ")
+    title, first, second = plan_lines(config, 3, 1)
     assert title.startswith("servers: 2, kept alive, with logs in ")
     assert first.startswith("  0, GPU 1: ") and first.endswith(" --load-format dummy --gpu-memory-utilization 0.5")
     assert second.startswith("  1, GPU 2: ") and "--skip-tokenizer-init" not in second

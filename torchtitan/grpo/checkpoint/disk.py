@@ -52,11 +52,17 @@ def disk_lines(config: JobConfig, parameters: int, trained: int) -> list[str]:
     parts = ("adapters" if lora.enable else "weights") + ", AdamW state"
     parts += ", reference" * bool(config.grpo.kl_coef and not lora.enable) + ", export" * checkpoint.export_hf
     parts += ", merged model" * lora.merge
-    return [
+    lines = [
         f"disk for checkpoints, in {config.job.dump_folder}",
         f"  {'each':<28}{mib(each):>14}  {parts}",
         f"  {f'at most {at_once} at once':<28}{mib(at_once * each):>14}",
     ]
+    folder = Path(config.job.dump_folder).absolute()
+    free = free_bytes(next(each for each in (folder, *folder.parents) if each.is_dir()))
+    if free is not None:
+        verdict = "all fit" if free >= at_once * each else f"{free // each} fit" if free >= each else "does NOT fit"
+        lines.append(f"  {'free on this machine':<28}{mib(free):>14}  {verdict}")
+    return lines
 
 
 def check_disk(config: JobConfig, source: "ModelSource") -> None:

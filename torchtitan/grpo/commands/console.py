@@ -84,7 +84,7 @@ def train(parser: ArgumentParser) -> None:
     """Train with GRPO: grpo_train.py.
 
         torchtitan-grpo train --job.config_file train_configs/quickstart.toml
-        torchtitan-grpo train --job.config_file train_configs/quickstart.toml --training.steps 10 --dry_run
+        torchtitan-grpo train --job.config_file train_configs/quickstart.toml --training.steps 10 --check
         torchrun --nproc-per-node 2 --no-python torchtitan-grpo train --job.config_file run.toml
 
     A key stands in the TOML file as [SECTION] KEY, or here as --SECTION.KEY VALUE, which wins. Lists are
@@ -92,10 +92,12 @@ def train(parser: ArgumentParser) -> None:
     `python -m grpo_train --help`: types, defaults and meanings. `torchtitan-grpo recipes` has files to start from.
     """
     command = parser.prog
-    parser.usage = f"{command} [--job.config_file FILE.toml] [--dry_run [TARGET]] [--SECTION.KEY VALUE ...]"
+    parser.usage = f"{command} [--job.config_file FILE.toml] [--dry_run | --check] [--SECTION.KEY VALUE ...]"
     parser.add_argument("--job.config_file", metavar="FILE", help="TOML file with the run's configuration")
-    plan = "print the configuration and what it takes in memory and disk, here or on TARGET, as h100; then stop"
-    parser.add_argument("--dry_run", nargs="?", metavar="TARGET", help=plan)
+    plan = "print changed keys (with full, all) and the memory, GPUs and disk of a run, here or on TARGET, as h100"
+    parser.add_argument("--dry_run", nargs="*", metavar="TARGET", help=plan)
+    task = "the same, and read the task: print row counts, a prompt and rewards of some answers"
+    parser.add_argument("--check", nargs="*", metavar="TARGET", help=task)
 
 
 def sft(parser: ArgumentParser) -> None:

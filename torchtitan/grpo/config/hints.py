@@ -123,7 +123,7 @@ def _similar(path: str, own: str | None) -> str:
     telling = [each for each, times in names.items() if times == 1 and ("_" in each or own or not section)]
     if near := nearest(name, telling, 0.93 if section else 0.85):
         return next(path for path in paths if path.endswith(f".{near}"))
-    return "" if section else nearest(path, [*paths, "dry_run", "help", "version"], 0.85) or ""
+    return "" if section else nearest(path, [*paths, "dry_run", "check", "help", "version"], 0.85) or ""
 
 
 def _keys_in(tables: dict[str, Any], section: str) -> str:

@@ -13,6 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
@@ -50,13 +51,33 @@ PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validatio
 """Keys whose values may start with `~`, the home folder."""
 OTHER_PATHS = ("checkpoint.folder", "rollout.server_python", "rollout.urls_file", "weight_sync.disk_folder")
 
-HELP = f"""usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run [TARGET]] [--SECTION.KEY VALUE ...]
+FULL = "full"
+"""May follow `--dry_run` and `--check`, beside a target."""
+
+HELP = f"""usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run | --check] [--SECTION.KEY VALUE ...]
        sft_train.py  the same
 
 Each key can stand in the TOML file as [SECTION] KEY, or here, which wins. Lists are comma-separated; booleans are
---SECTION.KEY and --SECTION.no-KEY, or true and false. --dry_run prints the configuration and the batch, memory and disk
-arithmetic, and stops. TARGET is the machine that it is about: {", ".join(NAMES)}. --version prints the version.
+--SECTION.KEY and --SECTION.no-KEY, or true and false. --dry_run prints the keys that differ from their defaults, and
+the plan: batch, memory, GPUs and disk. --check reads the task, too: it prints how many rows there are, a prompt, and
+rewards of some answers. Both start no run, and both may be followed by the machine that the plan is about
+({", ".join(NAMES)}) and by "{FULL}", for all keys. --version prints the version.
 """
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a command line asks for in place of a run.
+
+    Attributes:
+        target: The name of the machine to plan for, see `target.find_target`; "" if none is given.
+        full: Print all keys, not only those that differ from their defaults.
+        check: Read the task.
+    """
+
+    target: str = ""
+    full: bool = False
+    check: bool = False
 
 
 def load_config(
@@ -71,7 +92,7 @@ def load_config(
 
     Args:
         argv: The command line without the program's name.
-        dry_run: The target of a dry run, see `take_dry_run`.
+        dry_run: The target of a dry run, see `DryRun`. None for a run.
         job: Keys that only the other job reads have their defaults in the result. The log names them.
         world_size: As for `check_machine`.
         defaults: Checked values by key, from `resolved`. What file and command line say replaces them. A key of another
@@ -117,7 +138,7 @@ def load_config(
     rollout = config.rollout
     unnamed = COMMANDS[rollout.engine].bundled and not (rollout.urls or rollout.urls_file)
     if job == "grpo" and not rollout.replicas and (rollout.colocate or unnamed):
-        ranks = planned_ranks(config) if world_size is None else world_size
+        ranks = planned_ranks(config, dry_run is not None) if world_size is None else world_size
         rollout.replicas = max(1, ranks) if rollout.colocate else 1  # a server on the GPU of each trainer process
     rollout.urls = [url.rstrip("/") for url in rollout.urls]
     fill_tables(config)
@@ -145,26 +166,33 @@ def _check_paths(given: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def take_dry_run(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Take `--dry_run [TARGET]` out of a command line.
+def take_dry_run(argv: list[str]) -> tuple[DryRun | None, list[str]]:
+    """Take `--dry_run` and `--check`, with the words that follow, out of a command line.
 
     Returns:
-        The target's name, "" if none follows, None without the flag; and the other words.
+        What they ask for, None without them; and the other words.
 
     Raises:
-        UserError: There is no such target.
+        UserError: There is no such target, or there are two.
     """
-    for i, word in enumerate(argv):
-        flag, equals, name = word.partition("=")
-        if flag.replace("-", "_") != "__dry_run":
-            continue
-        following = argv[i + 1 :]
-        if not equals and following and not following[0].startswith("--"):
-            name, *following = following
-        if name and name not in NAMES:
-            raise UserError(f'--dry_run "{name}": no such target{did_you_mean(name, NAMES)}; one of {", ".join(NAMES)}')
-        return name, [*argv[:i], *following]
-    return None, argv
+    flags, named, left, is_own = [], [], [], False
+    for word in argv:
+        flag, _, name = word.partition("=") if word.startswith("--") else ("", "", word)
+        if flag:
+            is_own = flag.replace("-", "_") in ("__dry_run", "__check")
+            flags += [flag] * is_own
+        if not is_own:
+            left.append(word)
+        elif name in (*NAMES, FULL):
+            named.append(name)
+        elif name:
+            known = ", ".join(NAMES)
+            raise UserError(f'{flags[-1]} "{name}": no such target{did_you_mean(name, (*NAMES, FULL))}; one of {known}')
+    targets = sorted({*named} - {FULL})
+    if len(targets) > 1:
+        raise UserError(f"{' and '.join(flags)} name {' and '.join(targets)}: keep one target")
+    asked = DryRun("".join(targets), FULL in named, "--check" in flags)
+    return asked if flags else None, left
 
 
 def help_text() -> str:

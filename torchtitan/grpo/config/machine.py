@@ -45,7 +45,7 @@ def check_machine(
         target: Of a dry run. If it is another machine than this one, only processes and devices are checked, and it has
             enough GPUs for servers too.
     """
-    world_size = planned_ranks(config) if world_size is None else world_size
+    world_size = planned_ranks(config, target is not None) if world_size is None else world_size
     if config.ray.enable and find_spec("ray") is None:
         return [_missing("[ray] enable = true", "ray", "false")]
     if config.ray.enable and "RANK" not in os.environ:  # the driver: each rank checks its own machine
@@ -70,10 +70,14 @@ def check_machine(
             messages.append(
                 f"[{section}] {key} = {show(name)}: the variable is not set: export it, or leave the key out"
             )
+    return [*messages, *check_secrets(config)]
+
+
+def check_secrets(config: JobConfig) -> Iterator[str]:
+    """Whether this process has the keys that reward functions need."""
     for name in config.reward.secrets:
         if not os.environ.get(name):
-            messages.append(f"[reward] secrets has {show(name)}: the variable is not set: export it, or leave it out")
-    return messages
+            yield f"[reward] secrets has {show(name)}: the variable is not set: export it, or leave it out"
 
 
 def target_gpus(config: JobConfig, world_size: int, target: Target) -> int:
@@ -207,9 +211,10 @@ def _check_servers_python(config: JobConfig, gpus: int) -> Iterator[str]:
         yield f"[rollout] {f'server_python = {show(named)}' if named else f'replicas = {rollout.replicas}'}: {error}"
 
 
-def planned_ranks(config: JobConfig) -> int:
-    """Trainer processes: torchrun's WORLD_SIZE, else `[ray] ranks`, else 1."""
-    return int(os.environ.get("WORLD_SIZE") or (config.ray.enable and config.ray.ranks) or 1)
+def planned_ranks(config: JobConfig, dry_run: bool = False) -> int:
+    """Trainer processes: torchrun's WORLD_SIZE, else `[ray] ranks`, else in a dry run `[parallelism] ranks`, else 1."""
+    of_ray, of_plan = config.ray.enable and config.ray.ranks, dry_run and config.parallelism.ranks
+    return int(os.environ.get("WORLD_SIZE") or of_ray or of_plan or 1)
 
 
 def check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
@@ -225,6 +230,12 @@ def check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
         split = f"context_parallel_degree = {parallel.context_parallel_degree}"
     processes = "[ray] ranks" if config.ray.enable else "torchrun's --nproc-per-node"
     start = f"this run has {world_size} process{'es' if world_size > 1 else ''}"
+    if parallel.ranks and world_size not in (0, parallel.ranks):
+        yield (
+            f"[parallelism] ranks = {parallel.ranks}, but {start}: start {parallel.ranks} (by {processes}), or say "
+            f"that you mean it by --parallelism.ranks {world_size}"
+        )
+        return
     if shard == -1 and world_size % (replicate * of_row):
         yield (
             f"[parallelism] data_parallel_replicate_degree = {replicate} x {split} does not "

@@ -31,17 +31,23 @@ def resolved(config: JobConfig) -> dict[str, Any]:
     return values | {path: [table.given for table in values[path]] for path in TABLES}
 
 
-def toml_lines(config: JobConfig) -> Iterator[str]:
-    """Every key with an effect and its value; `# default` marks values that differ. Lists of tables come last."""
+def toml_lines(config: JobConfig, full: bool = True) -> Iterator[str]:
+    """Every key with an effect and its value; `# default` marks values that differ. Lists of tables come last.
+
+    Args:
+        full: False leaves out keys that have their defaults.
+    """
     section = None
     values = resolved(config)
     for key in honoured_keys():
         if key.path not in values or key.path in TABLES:
             continue
+        value = values[key.path]
+        if value == key.default and not full:
+            continue
         if key.section != section:
             section = key.section
             yield f"\n[{section}]"
-        value = values[key.path]
         mark = f"  # default {toml(key.default)}" if value != key.default else ""
         yield f"# {key.name}: none{mark}" if value is None else f"{key.name} = {toml(value)}{mark}"
     for path in TABLES:

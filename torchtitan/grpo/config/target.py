@@ -43,6 +43,10 @@ NAMES = (*GPUS, "cpu")
 ASSUMED = "h100"
 
 
+NODE_GPUS = 8
+"""Of a node of these machines, as its makers sell it."""
+
+
 BESIDE_BYTES = 5 << 29
 """Of a GPU that a trainer and a server share: CUDA's contexts, libraries and graphs, which neither side counts."""
 
@@ -71,6 +75,11 @@ def find_target(name: str, config: JobConfig) -> Target:
     return this_machine() if name != "cpu" else replace(_cpu(), here=False)
 
 
+def node_gpus_of(target: Target) -> int:
+    """GPUs of a node of this target; 0 without CUDA."""
+    return torch.cuda.device_count() if target.here else NODE_GPUS * target.cuda
+
+
 def this_machine() -> Target:
     if not torch.cuda.is_available():
         return _cpu()
@@ -79,7 +88,12 @@ def this_machine() -> Target:
 
 
 def _cpu() -> Target:
-    return Target("this machine's CPU", False, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), here=True)
+    return Target("this machine's CPU", False, host_bytes(), here=True)
+
+
+def host_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _made_for_cuda(config: JobConfig) -> str:

@@ -103,6 +103,9 @@ class Training:
 
 @dataclass
 class Parallelism:
+    ranks: Annotated[int, Range(at_least=0, at_most=65536)] = 0
+    """Trainer processes that the run is made for: a dry run plans so many, and a run with another number is refused.
+    0: any number."""
     data_parallel_replicate_degree: Annotated[int, Range(at_least=0)] = 0
     """Copies of the model. Above 1, with shards in each copy, is HSDP. 0: one copy for each node if it fits there by
     the estimate of `--dry_run`, else one over all ranks; on one node always one."""

@@ -3,6 +3,7 @@
 load.py        all prompts of a configuration: to train on, and the held-out sets
   mixture.py   several sources as one, interleaved by weights
   held_out.py  HeldOut, HeldOutAnswers: one set, and the answers to it
+overview.py    counts of rows and the first prompt, for the log and `--check`
 rows.py        rows of a source (the room sources/), and which of them are held out
 prompts.py     PromptSource: renders rows, skips long ones, shuffles by the seed,
                resumes exactly; asks the curriculum; supervised pairs

@@ -2,13 +2,16 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data, Sft
 from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
+from torchtitan.grpo.data.held_out import HeldOut
+from torchtitan.grpo.data.load import Prompts, load_held_out, load_training
 from torchtitan.grpo.data.prompts import PromptSource, plain, sft_pairs
 from torchtitan.grpo.data.samples import Conversation, Document, Prompt
 from torchtitan.grpo.data.tokenizer import check_embeddings
@@ -16,7 +19,24 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.sources.rows import DatasetRow
 from torchtitan.grpo.sources.table import SOURCES
 
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
 logger = logging.getLogger(__name__)
+
+
+def load_conversations(
+    config: "JobConfig", tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: list[int]
+) -> tuple[Prompts, list[HeldOut]]:
+    """What `sft_train.py` trains on, and the held-out sets; none if the run does not validate.
+
+    Raises:
+        UserError: See `PromptSource`; the message names the table.
+    """
+    own = {"sft": config.sft, "seq_len": config.training.seq_len, "end_ids": end_ids, "vocab_size": vocab_size}
+    make = partial(ConversationSource, **own)
+    held_out = load_held_out(config, tokenizer, make) if config.validation.enable else []
+    return load_training(config, tokenizer, held_out, make), held_out
 
 
 class ConversationSource(PromptSource):

@@ -57,6 +57,11 @@ class Mixture:
     def __len__(self) -> int:
         return sum(map(len, self._prompts))
 
+    def counts(self) -> list[str]:
+        """See `PromptSource.counts`."""
+        each = zip(self.tables, self._prompts, strict=True)
+        return [f"{table.name}: {line}" for table, source in each for line in source.counts()]
+
     def keys(self) -> set[str]:
         """See `PromptSource.keys`."""
         return set().union(*(source.keys() for source in self._prompts))

@@ -98,6 +98,7 @@ class PromptSource:
                     f"[data] chat_template_kwargs names {name!r}, which the chat template of {tokenizer.name_or_path} "
                     "does not read: leave it out"
                 )
+        self._kept_back = 0 if data.validation_path or data.validation_split else validation_prompts
         self._rows = load_rows(data, held_out, validation_prompts, asked, of_environment)
         self._positions, self._fingerprint, self._tokens = self._check_rows()
         self._epoch = 0
@@ -111,6 +112,16 @@ class PromptSource:
     def rows(self) -> int:
         """Number of rows of the whole dataset. Every `Prompt.index` is below it."""
         return len(self._rows.rows)
+
+    def counts(self) -> list[str]:
+        """How many rows there are, and what becomes of them, as a line of text for each source."""
+        read, candidates = self.rows, len(self._rows.positions)
+        held_out = min(self._kept_back, read - candidates)
+        key, limit = self._limit()
+        return [
+            f"{self._rows.name}: {read:,} rows read, {held_out:,} held out, {read - candidates - held_out:,} with a "
+            f"held-out question, {candidates - len(self):,} too long (over {key} = {limit}), {len(self):,} to train on"
+        ]
 
     def keys(self) -> set[str]:
         """What its prompts ask, as one of `sources.row_keys`. Empty if nothing tells episodes apart."""

@@ -79,14 +79,11 @@ def _load(data: Data, wanted: Wanted) -> DatasetRows:
 def _without_repeats(rows: DatasetRows, asked: Set[str], key: Key) -> DatasetRows:
     """Leave out rows that ask what a held-out one asks, because generators and datasets repeat themselves."""
     positions = [i for i in rows.positions if key(rows.rows[i]) not in asked]
-    repeats = len(rows.positions) - len(positions)
     if not positions:
         raise UserError(
             f"Every training row of {rows.name} repeats a held-out question: add more varied data. An environment "
             "whose episodes differ by themselves may list each row several times"
         )
-    if repeats:
-        logger.info("%s: %d training rows repeat a held-out question and are left out", rows.name, repeats)
     return replace(rows, positions=positions)
 
 

@@ -9,6 +9,7 @@
     memory.py     bytes of one rank at each moment of a step; the peak is the need
     activations.py  what autograd saves for a block, and what checkpointing keeps of it
     measured.py   the same for a model of transformers, by running a block without values
+    nodes.py      which GPU each process has, and the host memory of a node
     shared_gpu.py trainer and server on one GPU (`[rollout] colocate`): what each takes, and whether both fit
     under_way.py  groups, answers and requests at once; the answers that the age leaves time for
 

@@ -1,48 +1,63 @@
 """The text of `--dry_run`: what a run would do, without starting it."""
 
 import os
+from collections.abc import Sequence
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.disk import disk_lines, mib
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import Job
-from torchtitan.grpo.config.machine import planned_ranks, target_gpus
+from torchtitan.grpo.config.machine import planned_ranks
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
-from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
+from torchtitan.grpo.config.target import NAMES, Target, find_target, node_gpus_of, this_machine
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
-from torchtitan.grpo.dry_run.memory import memory_bytes, sent_bytes
+from torchtitan.grpo.dry_run.memory import memory_bytes
+from torchtitan.grpo.dry_run.nodes import gpu_lines, host_lines
 from torchtitan.grpo.dry_run.shared_gpu import shared_gpu_lines
 from torchtitan.grpo.dry_run.under_way import under_way_lines
-from torchtitan.grpo.servers.plan import plan_lines, reads_files
+from torchtitan.grpo.servers.plan import plan_lines
 
 
-def describe(config: JobConfig, world_size: int | None = None, dry_run: str = "", job: Job = "grpo") -> str:
-    """The configuration as TOML, then batch, memory and disk arithmetic as TOML comments.
+def describe(
+    config: JobConfig,
+    world_size: int | None = None,
+    dry_run: str = "",
+    job: Job = "grpo",
+    full: bool = False,
+    task: Sequence[str] = (),
+) -> str:
+    """The configuration as TOML, then batch, memory, GPUs and disk, and the task, as TOML comments.
 
     The whole text is a TOML file. Saved and given as `--job.config_file`, it makes the same run.
 
     Args:
-        world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or [ray] ranks; 1 without them.
+        world_size: Number of trainer processes. None: see `machine.planned_ranks`.
         dry_run: The machine, as `--dry_run` names it; see `target.find_target`.
         job: What runs on this configuration.
+        full: All keys, not only those that differ from their defaults.
+        task: From `run.check.read_task`.
 
     Raises:
         UserError: The model folder cannot be read.
     """
-    world_size = planned_ranks(config) if world_size is None else world_size
+    world_size = planned_ranks(config, dry_run=True) if world_size is None else world_size
     target, nodes = find_target(dry_run, config), node_count(world_size)
     copies = choose_copies(config, world_size, nodes, target, job=job)
-    config = changed(config, {"parallelism.data_parallel_replicate_degree": copies.degree})
+    given, config = config, changed(config, {"parallelism.data_parallel_replicate_degree": copies.degree})
     batch = batch_lines(config, world_size) if job == "grpo" else sft_batch_lines(config, world_size)
-    comments = ["", *batch, "", *memory_lines(config, world_size, target, job)]
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or world_size
+    comments = ["", *batch, "", *memory_lines(config, world_size, target, job, ranks_here), ""]
     if nodes > 1:
         comments[:0] = ["", f"{world_size} ranks on {nodes} nodes", f"  {copies.describe(world_size)}"]
-    trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    servers = plan_lines(config, target_gpus(config, world_size, target), trainers_here)
-    comments += ["", *servers] if servers else []
-    return "\n".join([*toml_lines(config), *(f"# {line}".rstrip() for line in comments)]) + "\n"
+    node_gpus = node_gpus_of(target)
+    comments += gpu_lines(config, world_size, ranks_here, target, node_gpus)
+    comments += plan_lines(config, node_gpus, ranks_here)
+    also = "the task and " if task else ""
+    comments += ["", *task, f"Read: {also}config.json of the model. No weights and no server were looked at"]
+    keys = toml_lines(config) if full else toml_lines(given, full=False)
+    return "\n".join([*keys, *(f"# {line}".rstrip() for line in comments)]) + "\n"
 
 
 def batch_lines(config: JobConfig, world_size: int) -> list[str]:
@@ -70,7 +85,7 @@ def batch_lines(config: JobConfig, world_size: int) -> list[str]:
     if config.validation.enable:
         asked = sum(each.prompts * (1 + each.samples_per_prompt) for each in held_out_sets(config))
         lines.append(f"  validation       {asked:,} answers every {config.validation.freq} steps")
-    return lines + _checkpoint_lines(config, world_size, "grpo_train.py")
+    return lines + _checkpoint_lines(config, world_size)
 
 
 def sft_batch_lines(config: JobConfig, world_size: int) -> list[str]:
@@ -91,7 +106,7 @@ def sft_batch_lines(config: JobConfig, world_size: int) -> list[str]:
     if config.validation.enable:
         rows = sum(each.prompts for each in held_out_sets(config))
         lines.append(f"  validation       {rows:,} held-out rows every {config.validation.freq} steps")
-    return lines + _checkpoint_lines(config, world_size, "sft_train.py")
+    return lines + _checkpoint_lines(config, world_size)
 
 
 def _mixture_lines(config: JobConfig) -> list[str]:
@@ -111,7 +126,7 @@ def _teacher_lines(config: JobConfig) -> list[str]:
     return [f"  teachers         {servers}: each scores its answers, and must take {longest:,} tokens"]
 
 
-def _checkpoint_lines(config: JobConfig, world_size: int, script: str) -> list[str]:
+def _checkpoint_lines(config: JobConfig, world_size: int) -> list[str]:
     checkpoint, lines = config.checkpoint, []
     if checkpoint.enable:
         kept = checkpoint.keep_latest_k or "all"
@@ -119,15 +134,23 @@ def _checkpoint_lines(config: JobConfig, world_size: int, script: str) -> list[s
     else:
         lines.append("  checkpoints      OFF: the trained weights are not saved ([checkpoint] enable)")
     if config.ray.enable and not config.ray.ranks:
-        lines.append("  processes        one for each GPU of the cluster, and shown for 1: set [ray] ranks")
+        lines.append(f"  processes        one for each GPU of the cluster, shown for {world_size}: set [ray] ranks")
     elif world_size == 1:
-        how = f"WORLD_SIZE=N python {script} --dry_run ...; on nodes of L each: LOCAL_WORLD_SIZE=L too"
-        lines.append(f"  processes        1; for N of them: {how}")
+        lines.append(
+            "  processes        1; N: --parallelism.ranks N; on nodes of L each: WORLD_SIZE=N LOCAL_WORLD_SIZE=L"
+        )
     return lines
 
 
-def memory_lines(config: JobConfig, world_size: int, target: Target | None = None, job: Job = "grpo") -> list[str]:
-    """`memory_bytes` at its peak as a table with a sum, the sums at other moments, and the disk for checkpoints."""
+def memory_lines(
+    config: JobConfig, world_size: int, target: Target | None = None, job: Job = "grpo", ranks_here: int = 0
+) -> list[str]:
+    """`memory_bytes` at its peak as a table with a sum, and the sums at other moments; host memory, and the disk for
+    checkpoints.
+
+    Args:
+        ranks_here: Of a node; 0 for all.
+    """
     target = target or this_machine()
     memory = memory_bytes(config, world_size, target, job)
     peak, parameters = memory.peak, memory.parameters
@@ -150,19 +173,5 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         lines.append("  not counted: the allocator's reserve")
     else:
         lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server on the same device")
-    if memory.checkpoint_copy:
-        pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
-        lines.append(f"  in each rank's host memory: {mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
-    if memory.inputs_on_host:
-        lines.append(f"  in each rank's host memory: {mib(memory.inputs_on_host)} pinned, the blocks' inputs")
-    rollout = config.rollout
-    several = rollout.replicas > rollout.colocate  # one on the trainer's GPU does not fall behind
-    if (
-        config.weight_sync.transport != "disk"
-        and not reads_files(config)
-        and (len(rollout.urls) > 1 or rollout.urls_file or several)
-    ):
-        copy = mib(memory.trained * sent_bytes(config, target))
-        lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
-    lines += disk_lines(config, memory.parameters, memory.trained)
-    return [*lines, "", "Only config.json of the model was read: no weights, tokenizer, data or server was looked at"]
+    lines += host_lines(config, ranks_here or world_size, target, memory, job == "grpo")
+    return lines + disk_lines(config, memory.parameters, memory.trained)

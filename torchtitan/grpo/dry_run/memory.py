@@ -13,7 +13,7 @@ makes four more copies of what is trained. Snapshots and buckets are not in a mo
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,18 +47,16 @@ class Memory:
         trained: How many parameters are trained: all, or those of the adapters.
         moments: Bytes at each candidate for the peak: moment -> holder -> bytes.
         kept: Bytes that stay between two steps.
-        checkpoint_copy: Bytes of host memory that `[checkpoint] async_mode` takes.
         active: Parameters that a token goes through: of experts those that it chooses.
-        inputs_on_host: Bytes of pinned host memory that `[activation_checkpoint] offload` takes.
+        on_host: Bytes of host memory by holder. All is pinned, but for the copy of `async_mode = "async"`.
     """
 
     parameters: int
     trained: int
     moments: dict[str, Parts]
     kept: int = 0
-    checkpoint_copy: int = 0
     active: int = 0
-    inputs_on_host: int = 0
+    on_host: Parts = field(default_factory=dict)
 
     def total(self, moment: str) -> int:
         return sum(self.moments[moment].values())
@@ -110,8 +108,7 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
         moments["reference's log-probabilities"] = rank.reference_logprobs()
     kept = sum(rank.always().values())
     active = sum(used(parameter, source.model_args) for parameter in model.parameters())
-    copy, inputs = rank.checkpoint_copy(), rank.activations.input * (rank.layers - 1) * rank.inputs_leave
-    return Memory(rank.parameters, rank.trained or rank.parameters, moments, kept, copy, active, inputs)
+    return Memory(rank.parameters, rank.trained or rank.parameters, moments, kept, active, rank.on_host())
 
 
 class _Rank:
@@ -269,12 +266,18 @@ class _Rank:
             }
         )
 
-    def checkpoint_copy(self) -> int:
-        """What is trained, both moments of AdamW, and the reference, on the host."""
-        checkpoint = self.config.checkpoint
+    def on_host(self) -> Parts:
+        """What `[offload]`, `[checkpoint] async_mode` and `[activation_checkpoint] offload` keep there."""
+        checkpoint, offload, trained = self.config.checkpoint, self.config.offload, self.trained_here * self.held
+        leaves = offload.optimizer_states == "host" or offload.offload_optimizer_states_for_logprob
+        reference = bool(self.config.grpo.kl_coef) and not self.frozen
         in_background = checkpoint.enable and checkpoint.async_mode != "disabled"
-        copies = 4 if self.config.grpo.kl_coef and not self.frozen else 3
-        return self.trained_here * self.held * copies * in_background
+        return {
+            "AdamW state": 2 * trained * leaves,
+            "reference model": self.local * self.held * (reference and offload.reference_weights == "host"),
+            "copy for checkpoints": trained * (3 + reference) * in_background,  # with both moments of AdamW
+            "blocks' inputs": self.activations.input * (self.layers - 1) * self.inputs_leave,
+        }
 
     def optimizer_step(self) -> Parts:
         """Fused AdamW needs no temporaries."""

@@ -104,8 +104,8 @@ def evaluation_config(
     given = {"model.hf_assets_path": str(folder), "rollout.engine": engine, "rollout.urls": ",".join(urls)}
     named = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     of_servers = {"rollout.replicas": "0" if urls else "1"}
-    if "dry_run" in named:
-        raise UserError("torchtitan-grpo evaluate has no --dry_run: for a short evaluation, lower --validation.prompts")
+    for flag in sorted(named & {"check", "dry_run"}):
+        raise UserError(f"torchtitan-grpo evaluate has no --{flag}: for a short evaluation, lower --validation.prompts")
     step = checkpoint_of(folder)
     if step is not None and CONFIG_FILE not in named and _is_supervised(step):
         raise UserError(

@@ -1,10 +1,12 @@
 """Log lines: `12:34:56 INFO  message`, after one line with the date."""
 
+import contextlib
 import logging
 import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
@@ -104,3 +106,16 @@ def _one_line(
 ) -> str:
     file = filename.rpartition("site-packages/")[2]
     return f"{category.__name__}: {' '.join(str(message).split())} ({file}:{lineno})"
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What this process and those that it starts print meanwhile goes to stderr: stdout is for the result alone."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)

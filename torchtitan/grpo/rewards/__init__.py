@@ -6,6 +6,7 @@
     runner.py      RewardRunner.check(prompts) tries each function when a run starts;
                    score(samples) fills in each sample's reward
       Here         instant functions, in the calling thread
+    trial.py       a right, a wrong and an empty answer, scored, for `--check`
     process.py     RewardWorker, one process and its pipe, replaced when it hangs or dies; WorkerLog, what it prints
     worker.py      what runs in that process: receives calls, sends scores
     failures.py    check_failures ends a run whose answers mostly have no reward

@@ -79,6 +79,11 @@ class RewardRunner:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
 
+    @property
+    def scores_groups(self) -> bool:
+        """A function gets the answers of a group at once."""
+        return any(self._takes_group)
+
     def check(self, prompts: Sequence[Prompt], refuse: bool = True) -> None:
         """Call each function on those of these rows that it scores until it gives a score.
 
@@ -159,7 +164,7 @@ class RewardRunner:
         if self._here:
             self._score_chunk(list(samples))
             return
-        if any(self._takes_group) or any(self._is_async):
+        if self.scores_groups or any(self._is_async):
             chunks = [list(group) for _, group in itertools.groupby(samples, lambda sample: id(sample.prompt))]
         else:
             chunk = CHUNK_SAMPLES

@@ -10,6 +10,7 @@
     rollout_worker.py      and what does the work; no torch
     packed.py              a step's groups as rows, or a process' share of them
     script.py              `run_job`: what a training script does with its command line
+    check.py               `--check`: the task, read as a run reads it
     running.py             a run inside what its process needs around it
     nodes.py               what nodes owe one another: the same folder, the same mesh, a sign of life
     broadcast.py           from rank 0 to every rank: packed rows, small values, and that the run ends

@@ -70,10 +70,10 @@ class KeptProcess:
         process = self._process
         return self._scored + (process.scored if process else 0)
 
-    def introduce(self, verb: str, *arguments: Any) -> None:
-        """A call that every process gets when it begins."""
+    def introduce(self, verb: str, *arguments: Any) -> Any:
+        """A call that every process gets when it begins. Returns what this one answers."""
         self._told[verb] = arguments
-        self.call(verb, *arguments)
+        return self.call(verb, *arguments)[0]
 
     def call(self, verb: str, *arguments: Any, file: Sequence[Buffer] = ()) -> Reply:
         """See `RolloutProcess.call`. A process that is lost meanwhile is replaced, and the next one asked."""

@@ -26,6 +26,7 @@ from transformers.utils import is_torch_available
 
 from torchtitan.grpo.config.share import Share
 from torchtitan.grpo.config.values import from_values
+from torchtitan.grpo.data.overview import overview
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import in_words
@@ -94,13 +95,14 @@ class Service:
 
     def _prepare(
         self, values: dict[str, Any], vocab_size: int, end_token_ids: list[int], routes: list[int], share: list[int]
-    ) -> None:
+    ) -> list[str]:
         if self.worker is not None:
-            return
+            return []
         config, model = from_values(values), Model(vocab_size, end_token_ids, RouteShape(*routes) if routes else None)
         tokenizer = load_tokenizer(config.model.hf_assets_path, config.data.chat_template_file, vocab_size)
         show_torch()
         self.worker = RolloutWorker(config, tokenizer, model, self.resources, self._event, Share(*share))
+        return overview(self.worker.prompts, self.worker.held_out, tokenizer)
 
     def _event(self, name: str, *values: Any) -> None:
         self.channel.send([0, name, list(values)])

@@ -38,6 +38,7 @@ from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.step_metrics import answer_metrics, validation_metrics
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
+from torchtitan.grpo.rewards.trial import trial_lines
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.rollouts.record import RolloutRecord
@@ -117,6 +118,10 @@ class RolloutWorker:
         self.held_out = load_held_out(config, tokenizer, make, rows) if config.validation.enable else []
         self.prompts = load_training(config, tokenizer, self.held_out, make, rows)
         self.rewards.check(self.prompts.first(2), refuse=not config.rollout.environment)
+
+    def try_rewards(self) -> list[str]:
+        """Lines about the rewards of a right, a wrong and an empty answer."""
+        return trial_lines(self.config, self.rewards, self.prompts.first(2))
 
     def start(self) -> None:
         """Check the teachers, while the servers of the run do not exist yet."""

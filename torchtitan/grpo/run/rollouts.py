@@ -35,6 +35,7 @@ from torchtitan.grpo.run.kept_processes import KeptProcesses
 from torchtitan.grpo.run.packed import Counted
 from torchtitan.grpo.run.rollout_process import ProcessLost, RolloutError, RolloutProcess
 from torchtitan.grpo.servers.own import OwnServers
+from torchtitan.tools.logging import logger
 
 
 @dataclass
@@ -171,12 +172,20 @@ class Rollouts(Absent):
         resources.callback(self._processes.close)
 
     def prepare(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, end_token_ids: list[int]) -> None:
+        logger.info("\n".join(self.read_task(source, tokenizer, end_token_ids)))
+
+    def read_task(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, end_token_ids: list[int]) -> list[str]:
+        """What `prepare` does, and logs."""
         self.source, self.tokenizer, self.end_token_ids = source, tokenizer, end_token_ids
         routes = astuple(source.routes) if source.routes else ()
         values = to_values(self.config), source.model_args.vocab_size, end_token_ids, routes
         count = len(self._processes.each)
         shares = [astuple(Share(number, count)) for number in range(count)]
-        self._processes.map(lambda process, share: process.introduce("prepare", *values, share), shares)
+        return self._processes.map(lambda process, share: process.introduce("prepare", *values, share), shares)[0]
+
+    def try_rewards(self) -> list[str]:
+        """See `rewards.trial`. After `read_task`."""
+        return self._first.call("try_rewards")[0]
 
     def start(self, own_servers: OwnServers) -> None:
         self.own_servers = own_servers

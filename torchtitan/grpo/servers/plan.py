@@ -103,13 +103,16 @@ def plan_lines(config: JobConfig, gpus: int, trainers_here: int) -> list[str]:
     """What `--dry_run` says of the servers. Nothing is looked for on this machine."""
     ray = config.ray
     servers = planned_servers(config, gpus, 0 if ray.enable else trainers_here)
-    lines = [f"servers: {len(servers)}, kept alive, with logs in {config.job.dump_folder}/{LOG_FOLDER}"]
+    node = "" if ray.enable else ", on node 0"
+    lines = [f"servers: {len(servers)}, kept alive, with logs in {config.job.dump_folder}/{LOG_FOLDER}{node}"]
     if ray.enable:
         lines += [f"  each in a Ray actor, {'on any node' if ray.expose_servers else 'on the node of rank 0'}"]
     for i, server in enumerate(servers):
         own = server.gpus or ()
         which = f"{len(own)} of Ray's" if ray.enable else ", ".join(map(str, own))
         where = f"GPU {which}" if own else "CPU"
+        if own and own[-1] >= gpus and not ray.enable:
+            where = f"NO GPU is left on a node of {gpus}"
         where += ", the trainer's" if config.rollout.colocate or shares_gpu(config, gpus, trainers_here) else ""
         lines += [f"  {i}, {where}: {shlex.join(server.argv(PORTS.start + i))}"]
     return lines if servers else []

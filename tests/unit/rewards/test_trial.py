@@ -1,0 +1,87 @@
+"""A right, a wrong and an empty answer: what is tried, and what is said of it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.data.samples import Prompt
+from torchtitan.grpo.rewards.runner import RewardRunner
+from torchtitan.grpo.rewards.trial import trial_lines
+
+FIRST = Prompt(0, [1], "2+1=", "3", {"answer": "Add. #### 3"})
+OTHER = Prompt(1, [1], "2+2=", "4", {"answer": "Add. #### 4"})
+
+
+FUNCTIONS = """
+import time
+def slow(answer, prompt):
+    time.sleep(0.05)
+    if not answer:
+        raise ValueError("no answer")
+    return 0.5
+def of_group(answers, prompt):
+    time.sleep(0.05)
+    return [len(answers) + i for i, _ in enumerate(answers)]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Functions in a module that imports at once."""
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "trial_functions.py").write_text(FUNCTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+def said(prompts: list[Prompt], *flags: str) -> list[str]:
+    config = load_config(["--model.hf_assets_path", str(TINY_QWEN3), "--reward.workers", "1", *flags])
+    with RewardRunner(config.reward) as rewards:
+        rewards.check(prompts)
+        return trial_lines(config, rewards, prompts)
+
+
+def test_the_column_is_tried_where_the_pattern_needs_what_is_around_the_answer():
+    pattern = ["--reward.functions", "numeric_match", "--reward.answer_pattern", "#### (.+)"]
+    title, *lines = said([FIRST, OTHER], *pattern)
+    assert title == "rewards of answers to the first prompt"
+    assert [line.split(" s  ")[1] for line in lines] == [
+        "the row's own answer, '3': numeric_match 0",
+        "the row's own column 'answer', 'Add. #### 3': numeric_match 1",
+        "another row's answer, '4': numeric_match 0",
+        "an empty answer, '': numeric_match 0",
+    ]
+    bare = [replace(each, columns={"answer": each.answer}) for each in (FIRST, OTHER)]
+    assert said(bare, *pattern)[-1].startswith("  the row's own answer gets no more than others")
+
+
+def test_each_answer_has_its_seconds_and_failures_are_named():
+    lines = said([FIRST, replace(OTHER, answer="3")], "--reward.functions", "trial_functions:slow")
+    assert lines[3].endswith("a wrong answer, 'I do not know.': trial_functions:slow 0.5")
+    assert lines[4].startswith("    none in 0.0") and "slow raised ValueError: no answer" in lines[4]
+    assert all(0.05 <= float(line.split()[2]) < 0.5 for line in lines[1:5]), "without the start of the worker"
+
+
+def test_a_function_of_groups_gets_the_answers_at_once():
+    lines = said([FIRST, OTHER], "--reward.functions", "trial_functions:of_group,exact_match")
+    assert [line.split()[0] for line in lines[1:5]] == ["5", "5", "6", "7"]
+    assert len({line.split()[2] for line in lines[1:5]}) == 1, "the seconds of the group"
+    assert lines[1].endswith("trial_functions:of_group 4, exact_match 1") and "gets no more" in lines[5]
+
+
+def test_without_answers_or_functions_it_says_what_was_not_tried():
+    blank = [replace(each, answer="", columns={}, functions=()) for each in (FIRST, OTHER)]
+    lines = said(blank, "--reward.functions", "trial_functions:slow")
+    assert lines[-1] == "  the data has no answer, so no right one was tried" and len(lines) == 4
+    (line,) = said(blank, "--reward.functions", "", "--rollout.environment", "a:b")
+    assert line == "rewards: none are tried, since [reward] functions is empty"
+
+
+def test_each_source_has_answers_of_its_own():
+    sources = [replace(FIRST, source="a"), replace(OTHER, source="a"), replace(OTHER, source="b")]
+    titles = [line for line in said(sources) if line.startswith("rewards")]
+    assert titles == [f'rewards of answers to the first prompt of "{name}"' for name in "ab"]
