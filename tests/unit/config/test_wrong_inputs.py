@@ -572,7 +572,9 @@ FUNCTIONS = {
     "reward that exits": reward("import sys\ndef score(a, p): sys.exit('no key')", "raised SystemExit: no key"),
     "reward that exits on import": reward("raise SystemExit('no MY_DATA')", "sys.exit('no MY_DATA')", "__main__"),
     "reward that parses arguments": reward(
-        "import argparse\nargparse.ArgumentParser().parse_args()", "sys.exit(2)", "reads the command line"
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--my_data', required=True)\np.parse_args()",
+        "sys.exit(2)",
+        "reads the command line",
     ),
     "TRL's reward": reward("def score(completions, **kwargs): return []", "signature of TRL", "def for_grpo(answers"),
     "verl's reward": reward(
