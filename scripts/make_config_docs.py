@@ -2,14 +2,16 @@
 """Write docs/configuration.md and docs/coming_from.md from the configuration. `--check` fails if one is stale."""
 
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from torchtitan.grpo.config.keys import TABLES, Key, label, show, table_keys, type_name  # noqa: E402
+from torchtitan.grpo.config.keys import TABLES, Key, keys, label, show, table_keys, type_name  # noqa: E402
 from torchtitan.grpo.config.other_trainers import TRAINERS  # noqa: E402
+from torchtitan.grpo.config.ranges import Range  # noqa: E402
 from torchtitan.grpo.config.tables import INHERITED  # noqa: E402
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys  # noqa: E402
 
@@ -49,7 +51,7 @@ COMING_FROM_HEAD = """# Coming from TRL, verl, prime-rl or NeMo-RL
      scripts/coming_from.toml: edit there, then run it. -->
 
 You need not translate a configuration by hand. Write your names into the TOML file or on the command line: the message
-that refuses them has the key for each. This page has the same names in one place, and what differs in meaning.
+that refuses them has the key for each. This page has all [names](#keys), and what differs in meaning.
 
     python grpo_train.py --job.config_file run.toml --grpo.num_generations 8
     error: unknown flag --grpo.num_generations: did you mean --grpo.group_size?
@@ -71,19 +73,21 @@ def page() -> str:
     for key in honoured_keys():
         if key.section != section:
             section = key.section
-            lines += ["", f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        lines.append(f"| `{key.name}` | {_type(key)} | {_default(key)} | {_cell(key.meaning)} |")
+            lines += ["", f"## [{section}]", "", "| key | default | values | meaning |", "|---|---|---|---|"]
+        lines.append(f"| `{key.name}` | {_default(key)} | {_values(key)} | {_cell(key.meaning)} |")
     for path, not_in in TABLES.items():
         but = ", ".join(f"`{name}`" for name in not_in)
         lines += ["", f"## [[{path}]]", "", f"Any key of [data] but {but}, for the rows of this table, and:", ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += ["| key | default | values | meaning |", "|---|---|---|---|"]
         for key in table_keys(path, own_only=True).values():
             default = f"`{INHERITED[key.name]}`" if key.name in INHERITED else _default(key)
-            lines.append(f"| `{key.name}` | {_type(key)} | {default} | {_cell(key.meaning)} |")
+            lines.append(f"| `{key.name}` | {default} | {_values(key)} | {_cell(key.meaning)} |")
     lines.append(UNSUPPORTED_HEAD)
+    reasons: dict[str, list[str]] = {}
     for entry, why in UNSUPPORTED.items():
         shown = f"{entry}*" if entry.endswith("_") else entry if "." in entry else f"[{entry}]"
-        lines.append(f"| `{shown}` | {_cell(why)} |")
+        reasons.setdefault(why, []).append(f"`{shown}`")
+    lines += [f"| {', '.join(shown)} | {_cell(why)} |" for why, shown in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -91,28 +95,65 @@ def coming_from() -> str:
     """The page for users of other trainers."""
     meanings = tomllib.loads((REPOSITORY / "scripts" / "coming_from.toml").read_text())
     lines = [COMING_FROM_HEAD.rstrip()]
+    for trainer, subjects in meanings.items():
+        lines += ["", f"## {trainer}", ""]
+        lines += [_wrapped(f"* **{subject}.** {text}", indent="  ") for subject, text in subjects.items()]
+    same: set[str] = set()
+    entries: dict[str, dict[str, dict[str, list[str]]]] = {}
     for trainer, names in TRAINERS.items():
-        lines += ["", f"## {trainer}"]
-        if trainer in meanings:
-            lines += ["", "| subject | what differs |", "|---|---|"]
-            lines += [f"| {subject} | {_cell(text)} |" for subject, text in meanings[trainer].items()]
-        lines += ["", "| there | here | |", "|---|---|---|"]
-        for name, entry in sorted(names.items()):
-            key, _, note = entry.partition(":")
-            lines.append(f"| `{name}` | {f'`{label(key)}`' if key else 'none'} | {_cell(note.strip())} |")
+        for name, entry in names.items():
+            key, _, note = (part.strip() for part in entry.partition(":"))
+            if name == key.rpartition(".")[2]:
+                same.add(f"`{label(key)}`")
+                continue
+            entries.setdefault(key, {}).setdefault(note, {}).setdefault(name, []).append(trainer)
+    none = entries.pop("")
+    lines += ["", "## Keys", "", "| here | there |", "|---|---|"]
+    for key in (k for k in keys() if k in entries):
+        lines.append(_counterparts(key, entries[key]))
+    lines += ["", _wrapped(f"These have the same name there: {', '.join(sorted(same))}.")]
+    lines += ["", "These have no counterpart:", ""]
+    for note, names in none.items():
+        lines.append(_wrapped(f"* {', '.join(f'`{name}`' for name in sorted(names))}: {note}.", indent="  "))
     return "\n".join(lines) + "\n"
+
+
+def _counterparts(key: str, notes: dict[str, dict[str, list[str]]]) -> str:
+    """The row of one key. A note on names of several trainers stands beside the key, once."""
+    shared = [note for note, names in notes.items() if note and len({t for ts in names.values() for t in ts}) > 1]
+    there: dict[tuple[str, str], list[str]] = {}
+    for note, names in notes.items():
+        for name, trainers in sorted(names.items()):
+            there.setdefault((", ".join(trainers), "" if note in shared else note), []).append(f"`{name}`")
+    cells = [f"{who}: {', '.join(names)}" + (f" ({note})" if note else "") for (who, note), names in there.items()]
+    return f"| {': '.join([f'`{label(key)}`', *shared])} | {_cell('; '.join(cells))} |"
 
 
 PAGES = {"docs/configuration.md": page, "docs/coming_from.md": coming_from}
 
 
-def _type(key: Key) -> str:
-    return _cell(type_name(key.type) + (f", {key.range}" if key.range else ""))
+def _values(key: Key) -> str:
+    """What a key may be, where its default does not show it."""
+    shown = "" if key.type in (bool, int, float, str) else type_name(key.type).replace('" or "', '", "')
+    return _cell(", ".join(filter(None, (shown, _interval(key.range) if key.range else ""))))
+
+
+def _interval(ends: Range) -> str:
+    if ends.at_least is not None and ends.at_most is not None:
+        return f"{ends.at_least} to {ends.at_most:.0f}"
+    words = {"from": ends.at_least, "over": ends.above, "to": ends.at_most, "under": ends.below}
+    return ", ".join(
+        f"{word} {f'{end:.0f}' if end == int(end) else end}" for word, end in words.items() if end is not None
+    )
 
 
 def _default(key: Key) -> str:
     differs = key.torchtitan and key.default != key.torchtitan_default
     return f"`{show(key.default)}`" + (f" (torchtitan: `{show(key.torchtitan_default)}`)" if differs else "")
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def _cell(text: str) -> str:

@@ -73,8 +73,7 @@ class HeldOutSet:
     """
 
     name: str = ""
-    """The set's name in metrics. That of a `[[data.mixture]]` source takes the rows that this source holds out.
-    Required."""
+    """Its name in metrics: that of a `[[data.mixture]]` source takes the rows that this source holds out. Required."""
     prompts: Annotated[int, Range(at_least=1, at_most=2**20)] = 0
     """Its prompts: the first of its rows, or all if there are fewer."""
     samples_per_prompt: Annotated[int, Range(at_least=1, at_most=2**16)] = 0
@@ -88,10 +87,9 @@ class HeldOutSet:
     functions: list[str] = field(default_factory=list)
     """Those of `[reward] functions` that score its answers. Empty: those of the source with its name, else all."""
     environment: str = ""
-    """An environment of its own, named as that of [rollout] but not `endpoint`. `none`: one answer per prompt, without
-    one (docs/evaluation.md)."""
+    """An environment of its own, as in [rollout] but not `endpoint`, or `none` (docs/evaluation.md)."""
     environment_args: dict = field(default_factory=dict)
-    """A table of arguments for the set's own environment."""
+    """Its arguments."""
     data: "Data" = field(default_factory=lambda: Data())
     given: dict[str, Any] = field(default_factory=dict)
 
@@ -113,12 +111,12 @@ class Validation:
     prompts: Annotated[int, Range(at_least=1, at_most=2**20)] = 64
     """Held-out prompts per validation."""
     samples_per_prompt: Annotated[int, Range(at_least=1, at_most=2**16)] = 1
-    """Sampled answers per prompt, for pass@k and mean reward. Each prompt also gets a greedy answer."""
+    """Sampled answers per prompt, for pass@k and mean reward, besides a greedy one."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="greedy answers are measured too")] = 1.0
-    """Temperature of the sampled validation answers."""
+    """Temperature of the sampled answers."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Sampled validation answers keep the most likely tokens that have this probability together. 1 keeps all.
-    Training has no such key: see docs/engines.md."""
+    """Sampled answers keep the most likely tokens that have this probability together. Training has no such key
+    (docs/engines.md)."""
     sets: list[HeldOutSet] = field(default_factory=list)
     """Several held-out sets, as `[[validation.sets]]` tables. Empty: one for each source of the training data."""
 
@@ -128,36 +126,35 @@ class Grpo:
     prompts_per_step: Annotated[int, Range(at_least=1, at_most=2**20)] = 32
     """Groups in one step's batch."""
     group_size: Annotated[int, Range(at_least=2, at_most=2**16, why="an advantage compares a group's answers")] = 8
-    """Answers sampled per prompt. An advantage is relative to this group."""
+    """Answers sampled per prompt, which advantages compare."""
     minibatches: Annotated[int, Range(at_least=1)] = 1
-    """Optimizer steps per batch of rollouts. Above 1, old log-probabilities are computed before the first one,
-    unless `proximal_logprobs` is `sampler`."""
+    """Optimizer steps per batch of rollouts. Above 1, old log-probabilities are computed before the first, unless
+    `proximal_logprobs` is `sampler`."""
     advantage_baseline: Literal["mean", "leave_one_out"] | ImportPath = "mean"
-    """What a reward is compared with: the group's mean (GRPO), the mean of the other answers (RLOO), or by a function
-    of your own (docs/rewards.md)."""
+    """What a reward is compared with: the group's mean (GRPO), the mean of the other answers (RLOO), or a function of
+    your own (docs/rewards.md)."""
     advantage_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO). Dr. GRPO sets false."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
-    """Groups whose rewards are equal, before any KL is subtracted, say nothing of the task. `keep` counts their tokens
-    in the normaliser, `drop` leaves them out. `replace` samples other prompts instead (DAPO's dynamic sampling), until
-    a step has asked for four times its groups."""
+    """Groups of equal rewards, before any KL is subtracted. `keep` counts their tokens in the normaliser, `drop` leaves
+    them out, `replace` samples other prompts (DAPO), up to four times a step's groups."""
     oversampling: Annotated[float, Range(at_least=0)] = 0.0
     """Extra groups in flight, as a share of `prompts_per_step`. A step takes the first to finish; the rest serve the
-    next step if they are young enough, or are cancelled."""
+    next step if young enough, or are cancelled."""
     policy_loss: Literal["ppo", "gspo", "cispo"] | ImportPath = "ppo"
     """Clipped token ratio (PPO, GRPO, DAPO), clipped sequence ratio (GSPO), clipped weights with all gradients kept
     (CISPO), or a function of your own (docs/rewards.md)."""
     ratio_clip_min: Annotated[float, Range(above=0, at_most=1, why="ratios are held above 1 - ratio_clip_min")] = 0.2
-    """Lower clip: ratios stay above 1 - ratio_clip_min. GSPO's paper uses about 3e-4 on both sides. 1.0 leaves the
-    lower side open, as CISPO does."""
+    """Ratios stay above 1 - ratio_clip_min. GSPO's paper uses about 3e-4 on both sides; 1.0 leaves the lower side open,
+    as CISPO does."""
     ratio_clip_max: Annotated[float, Range(above=0, why="ratios are held below 1 + ratio_clip_max")] = 0.2
-    """Upper clip: ratios stay below 1 + ratio_clip_max. DAPO's clip-higher uses 0.28."""
+    """Ratios stay below 1 + ratio_clip_max. DAPO's clip-higher uses 0.28."""
     ratio_clip_c: Annotated[float, Range(at_least=0), Needs("grpo.policy_loss", "ppo")] = 0.0
-    """Dual-clip bound for negative advantages: above 1, usually 3. 0 turns it off."""
+    """Dual-clip bound for negative advantages: above 1, usually 3. 0: off."""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over tokens (DAPO), mean of each sequence's mean (GRPO), or sum over a constant length (Dr. GRPO)."""
     kl_coef: Annotated[float, Range(at_least=0)] = 0.0
-    """Weight of the KL divergence to the reference model, which is the model at step 0. 0 loads no reference."""
+    """Weight of the KL divergence to the model at step 0. 0 loads no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], Needs("grpo.kl_coef")] = "k3"
     """Schulman's estimators of KL(policy || reference). `k3` is unbiased and never negative."""
     kl_placement: Annotated[Literal["loss", "reward"], Needs("grpo.kl_coef")] = "loss"
@@ -166,24 +163,22 @@ class Grpo:
     """Denominator of the clipped ratio. `recompute`: the trainer's policy at the start of the step, with importance
     weights for the sampler (decoupled PPO). `sampler`: the sampler's own probabilities."""
     importance_correction: Literal["none", "truncate", "mask"] = "truncate"
-    """Correction for the sampler's different probabilities: truncate importance weights, or mask those out of
-    bounds."""
+    """For the sampler's different probabilities: truncate importance weights, or mask those out of bounds."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance weight of a token: its own ratio, or the product over the sequence."""
     importance_min: Annotated[float, Range(at_least=0)] = 0.0
-    """Lower bound of the importance weight. `truncate` clamps to it, `mask` drops what is below."""
+    """Lower bound of the weight. `truncate` clamps to it, `mask` drops what is below."""
     importance_max: Annotated[float, Range(above=0)] = 2.0
-    """Upper bound of the importance weight. `truncate` clamps to it, `mask` drops what is above."""
+    """Upper bound of the weight. `truncate` clamps to it, `mask` drops what is above."""
     routing_replay: bool = False
     """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
-    2510.11370), not through those that the trainer's routers would choose: docs/routing_replay.md. Servers must tell
-    their choice."""
+    2510.11370). Servers must tell them: docs/routing_replay.md."""
     entropy_coef: Annotated[float, Range(at_least=0)] = 0.0
-    """Weight of the entropy bonus, which is subtracted from the loss. 0 computes no entropy gradient."""
+    """Weight of the entropy bonus, subtracted from the loss. 0 computes no entropy gradient."""
     overlong_filter: bool = False
     """Leave answers that hit the length limit out of the loss (DAPO)."""
     overlong_buffer_tokens: Annotated[int, Range(at_least=0)] = 0
-    """DAPO's soft penalty: over this many tokens before the limit the reward falls linearly. 0 turns it off."""
+    """DAPO's soft penalty: over this many tokens before the limit the reward falls linearly. 0: off."""
     overlong_penalty: Annotated[float, Range(at_least=0, why="it is subtracted from the reward")] = 1.0
     """Largest reduction of the reward by `overlong_buffer_tokens`."""
 
@@ -191,30 +186,28 @@ class Grpo:
 @dataclass
 class AsyncGrpo:
     enabled: bool = False
-    """Sample the next steps while the trainer trains. Samples then come from older weights, which
-    `[grpo] importance_correction` corrects for."""
+    """Sample the next steps while the trainer trains, from older weights (docs/async.md)."""
     max_trajectory_age_steps: Annotated[
         int, Range(at_least=1, why="0 is what sync mode has"), Needs("async_grpo.enabled")
     ] = 1
     """Largest age of a trained token, in weight versions behind the trainer."""
     run_ahead: Annotated[Literal["auto", "full"], Needs("async_grpo.enabled")] = "auto"
-    """How far ahead of the trainer to sample within the age limit. `auto`: as far as keeps the trainer busy, so that
-    tokens stay young, and with no more answers at once than lets long ones be in time. `full`: as far as the limit
-    allows."""
+    """How far ahead to sample within the age limit. `auto`: as far as keeps the trainer busy and lets long answers be
+    in time. `full`: as far as the limit allows."""
     in_flight_weight_updates: bool = True
-    """Update weights in the middle of answers, whose later tokens then come from newer weights. False lets running
-    answers finish first, so each server idles until its longest one is done."""
+    """Update weights in the middle of answers. False lets running answers finish first, so each server idles until its
+    longest is done."""
     recompute_kv_cache_after_weight_updates: Annotated[
         bool, Needs("async_grpo.in_flight_weight_updates", why="else no answer is running when weights change")
     ] = True
-    """Recompute keys and values of running answers after a weight update. False is faster, but then the sampler's
-    log-probabilities belong to no single version."""
+    """Recompute keys and values of running answers after an update. False is faster, but the sampler's
+    log-probabilities then belong to no single version."""
     late_groups: Annotated[Literal["wait", "drop"], Needs("async_grpo.enabled")] = "wait"
-    """Groups that are unfinished at a step and would be too old for the next. `wait` for them, or `drop` them.
-    Dropping biases training toward short answers."""
+    """Groups that are unfinished at a step and would be too old for the next. Dropping biases training toward short
+    answers."""
     order_window: Annotated[int, Range(at_least=0), Needs("async_grpo.enabled")] = 0
-    """A step takes finished groups from this many oldest ones, so that short answers do not displace long ones.
-    0: all that can be in flight. `prompts_per_step` keeps the data's order."""
+    """A step takes finished groups from this many oldest, so that short answers do not displace long ones. 0: all in
+    flight; `prompts_per_step` keeps the data's order."""
 
     @property
     def max_age(self) -> int:
@@ -230,40 +223,39 @@ class AsyncGrpo:
 @dataclass
 class Rollout:
     engine: Annotated[str, tuple(COMMANDS)] = "embedded"
-    """Inference server. `embedded` is a small one of this project, `vllm` and `sglang` are faster: docs/engines.md."""
+    """Inference server (docs/engines.md). `embedded` is a small one of this project; `vllm` and `sglang` are faster."""
     replicas: Annotated[int, Range(at_least=0, at_most=256)] = 0
-    """Servers that the run starts and keeps alive, instead of `urls`: docs/servers.md. They are on its machine, where
-    trainers have the first GPUs and servers the next ones; with `ray.enable`, each is where Ray places it. 0: those of
-    `urls`; with `embedded` and no `urls` 1, which is on rank 0's GPU if no other is free."""
+    """Servers that the run starts and keeps alive, instead of `urls`, on the machine's GPUs after the trainers' or
+    where Ray places them (docs/servers.md). 0: those of `urls`; with `embedded` and no `urls` 1, on rank 0's GPU if no
+    other is free."""
     colocate: bool = False
-    """The run starts a vLLM or embedded server on the GPU of each trainer process, before that loads its weights, and
-    keeps it alive. For processes of one machine: docs/colocate.md."""
+    """The run starts a vLLM or embedded server on the GPU of each trainer process and keeps it alive. For one machine:
+    docs/colocate.md."""
     memory_share: Annotated[float, Range(above=0, below=1), Needs("rollout.colocate")] = 0.3
-    """On a GPU: the server's share of its memory (vLLM's `--gpu-memory-utilization`). The trainer is
-    held to the rest. `--dry_run` adds both up."""
+    """The server's share of the GPU's memory (vLLM's `--gpu-memory-utilization`). The trainer is held to the rest;
+    `--dry_run` adds both up."""
     sleep_while_training: Annotated[bool, Needs("rollout.colocate")] = False
-    """The server gives up the memory of its weights, keys and values while the trainer trains, and
-    takes it again for the next update. So each side may have almost the whole GPU in turn. For sync runs of all
-    weights: docs/colocate.md."""
+    """The server gives up its memory while the trainer trains, so each side may have almost the whole GPU in turn. For
+    sync runs of all weights: docs/colocate.md."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64), Needs("rollout.replicas"), _OTHER_ENGINE] = 1
-    """GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
+    """GPUs of each server, which splits the model over them (tensor parallelism)."""
     server_python: Annotated[str, Needs("rollout.replicas"), _OTHER_ENGINE] = ""
-    """The Python that has vLLM or SGLang. Empty: that of the environment variable VLLM_PYTHON or
-    SGLANG_PYTHON; else, on a CPU, that of scripts/install_vllm_cpu.sh or install_sglang_cpu.sh; else the trainer's."""
+    """The Python that has the engine. Empty: that of VLLM_PYTHON or SGLANG_PYTHON; else, on a CPU, that of
+    scripts/install_vllm_cpu.sh or install_sglang_cpu.sh; else the trainer's."""
     server_flags: Annotated[list[str], Needs("rollout.replicas")] = field(default_factory=list)
     """Further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
     urls: list[str] = field(default_factory=list)
     """Base addresses of running servers."""
     urls_file: str = ""
     """Text file with one base address per line, instead of `urls`. It is read again when it changes, so servers can
-    join and leave a run."""
+    join and leave."""
     min_servers: Annotated[int, Range(at_least=1)] = 1
-    """The run stops when fewer servers are left. Lost servers are retried until they return."""
+    """The run stops when fewer are left. Lost ones are retried until they return."""
     api_key_env: str = ""
-    """Environment variable that holds the servers' API key. The key itself is never written or logged. vLLM by itself
-    asks for it on some routes only: see docs/engines.md."""
+    """Environment variable with the servers' API key, which is never written or logged. By itself vLLM asks for it on
+    some routes only: docs/engines.md."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="vLLM raises lower ones to 0.01")] = 1.0
-    """Sampling temperature. The trainer's log-probabilities use the same."""
+    """Sampling temperature, also of the trainer's log-probabilities."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 512
     """Longest answer."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -271,50 +263,43 @@ class Rollout:
     stop: list[str] = field(default_factory=list)
     """Texts that end an answer, such as `</answer>`. The answer keeps the token that completes one."""
     record_gib: Annotated[float, Range(at_least=0, at_most=1e6)] = 0.0
-    """Keep what each step is trained on, for `torchtitan-grpo replay`, in up to this many GiB: compressed files in
-    `job.dump_folder`/rollouts, oldest removed first. 0 keeps nothing."""
+    """Keep what each step is trained on, for `torchtitan-grpo replay`: up to this many GiB of compressed files in
+    `job.dump_folder`/rollouts, oldest removed first. 0: nothing."""
     environment: str = ""
-    """Multi-turn rollouts (docs/environments.md): `verifiers:NAME` or `openenv:URL` of those packages, or your own
-    `module:function` or `module:Class`. `endpoint`: a harness outside plays them through `serve_port`. Empty: one
-    answer per prompt."""
+    """Multi-turn rollouts (docs/environments.md): `verifiers:NAME`, `openenv:URL`, or your own `module:function` or
+    `module:Class`. `endpoint`: a harness outside plays them. Empty: one answer per prompt."""
     environment_args: Annotated[dict, Needs("rollout.environment")] = field(default_factory=dict)
-    """A table of arguments for the environment. It refuses those that it does not take."""
+    """Its arguments. It refuses those that it does not take."""
     environment_concurrency: Annotated[int, Range(at_least=0)] = 0
-    """Groups that each environment works on at once, or samples if it works on each by itself. 0: as many as are
-    asked. Set it where each costs a process or a container."""
+    """Groups, or samples if it works on each by itself, that it works on at once; 0: as many as are asked. Set it where
+    each costs a process or a container."""
     serve_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
     """Port of an OpenAI-compatible endpoint of the run, for environments and harnesses that speak HTTP:
-    docs/endpoint.md. It records what it samples. 0: none."""
+    docs/endpoint.md. 0: none."""
     serve_host: Annotated[str, Needs("rollout.serve_port")] = "127.0.0.1"
-    """Address where the endpoint listens. Beyond this machine, as with `0.0.0.0`, it needs `serve_key_env`."""
+    """Its address. Beyond this machine, as with `0.0.0.0`, it needs `serve_key_env`."""
     serve_key_env: Annotated[str, Needs("rollout.serve_port")] = ""
-    """Environment variable that holds the API key which the endpoint asks for. The key itself is never written or
-    logged."""
+    """Environment variable with the API key that it asks for, which is never written or logged."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
-    """Seed each request from `debug.seed`, so that answers repeat. vLLM samples seeded sequences one by one, which is
-    slower. `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
+    """Seed each request from `debug.seed`, so that answers repeat; vLLM is slower with seeds. `auto` leaves them out
+    for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
     max_concurrent_requests: Annotated[int, Range(at_least=0)] = 0
-    """Requests in flight per server, each for a group or for one turn of an environment; 0: 256 groups, or 512 turns.
-    Groups thin out as short answers end, so let servers queue a few times what they run; but not turns."""
+    """Requests in flight per server, each for a group or for one turn of an environment; 0: 256 groups, or 512 turns
+    (docs/performance.md)."""
     processes: Annotated[int, Range(at_least=0, at_most=64)] = 0
-    """Processes that share the requests, rewards and tokens of rollouts; each has its share of a step's prompts.
-    0: one for every 32 servers. Set it where one process keeps a core busy (docs/processes.md)."""
+    """Processes that share requests, rewards and tokens of rollouts (docs/processes.md). 0: one for every 32
+    servers."""
     request_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 600.0
-    """Longest wait for one request, and for a teacher's scores of a group. A teacher's request that fails, or takes
-    half of it, goes to another teacher of the same prompts, or again to the only one. Without scores, answers count as
-    failed rewards (`reward.max_failed_fraction`)."""
+    """Longest wait for one request, and for a teacher's scores of a group (docs/distillation.md)."""
     group_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1200.0
-    """Longest time from a group's first request to its rewards. A late training group is counted and replaced by
-    another prompt; a late held-out prompt ends the run. Also the longest outage of an environment, or of rewards. With
-    `environment = "endpoint"`, an episode whose harness makes no model call for a quarter of it is handed out again,
-    twice at most."""
+    """Longest time from a group's first request to its rewards, and longest outage of an environment or of rewards. A
+    late training group is replaced by another prompt; a late held-out prompt ends the run."""
     start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait for a server to be healthy: at the start, and after each restart with `replicas`. With `ray.enable`
-    also until the cluster has room for a rank or a server and has started its process."""
+    """Longest wait for a server to be healthy, at the start and after each restart with `replicas`. With `ray.enable`
+    also for room in the cluster."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
-    """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Older
-    ones may differ by twice the other servers' mean on top, at most by 2 for each version of their age. Above it,
-    model, weights or logprobs mode differ: the server is fed again, or the run stops if there is no other."""
+    """Largest mean |trainer - sampler| log-probability of a server, over tokens of the trained version; docs/metrics.md
+    has the limit for older ones. Above it the server is fed again, or the run stops if there is no other."""
 
     @property
     def lease_seconds(self) -> float:
@@ -325,28 +310,26 @@ class Rollout:
 @dataclass
 class WeightSync:
     transport: Annotated[str, ("auto", *TRANSPORTS)] = "auto"
-    """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a server on rank 0's GPU; ipc with
-    `rollout.colocate`, and nccl to servers on other ranks' GPUs; disk for adapters to SGLang. Set `ipc` for vLLM or
-    embedded servers on the trainer's own GPU (on CPU: its machine), which then read the trainer's memory, and `disk`
-    for servers that can join no process group."""
+    """How weights reach the servers (docs/weight_sync.md). `auto`: nccl on CUDA; gloo on CPU or to a server on rank 0's
+    GPU; ipc with `rollout.colocate`, and nccl to servers on other ranks' GPUs; disk for adapters to SGLang."""
     disk_folder: Annotated[str, Needs("weight_sync.transport", "disk")] = ""
-    """Where the run makes a folder for the newest version, at one path for trainer and
-    servers. Runs may share it. Empty: /dev/shm, for servers on this machine. Old versions are removed."""
+    """Where the run makes a folder for the newest version, at one path for trainer and servers; runs may share it.
+    Empty: /dev/shm, for servers on this machine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of published weights. `auto` is the servers' own: bfloat16 on CUDA, float32 on CPU."""
     async_weight_update: bool = False
-    """Send weights in the background: a publish copies the shards and returns. Each version is sent, or the newest that
-    is waiting. False waits in each step until every server has acknowledged."""
+    """Send weights in the background: a publish copies the shards and returns, and the newest waiting version is sent.
+    False waits in each step for every server."""
     straggler_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1.0
-    """How long one server may delay the others in a push. Then it leaves the push and traffic, and catches up alone
-    from a copy in host memory."""
+    """How long one server may delay the others in a push. Then it leaves traffic, and catches up alone from a copy in
+    host memory."""
     num_snapshots: Annotated[int, Range(at_least=1, at_most=2)] = 2
-    """With `async_weight_update`, copies of a rank's shards, of 2 bytes a parameter in bfloat16. One is sent while the
-    trainer writes the other. With 1, a publish waits while a version is being sent."""
+    """With `async_weight_update`, copies of a rank's shards, of 2 bytes a parameter in bfloat16. With 1, a publish
+    waits while a version is being sent."""
     buffer_memory_ratio: Annotated[float, Range(above=0, at_most=1)] = 0.05
-    """Share of device memory for the two buckets in flight, of a GiB each at most. A larger tensor gets a bucket of its
-    own. With several trainer ranks, rank 0 gathers into one more. A single rank needs none, if it sends its snapshots
-    as they are: docs/weight_sync.md."""
+    """Share of device memory for the two buckets in flight, of a GiB each at most; a larger tensor gets one of its own.
+    With several trainer ranks, rank 0 gathers into one more; a single rank needs none if it sends its snapshots as they
+    are."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait for one phase of a publish. The error names server, phase, version and bytes."""
     verify: bool = True
@@ -356,48 +339,48 @@ class WeightSync:
 @dataclass
 class Lora:
     enable: bool = False
-    """Train low-rank adapters beside frozen weights, which are held in `training.mixed_precision_param`
-    (docs/lora.md). With `grpo_train.py` servers load the frozen weights themselves and get adapters only."""
+    """Train low-rank adapters beside frozen weights, which are held in `training.mixed_precision_param` (docs/lora.md).
+    With `grpo_train.py` servers load these themselves and get adapters only."""
     rank: Annotated[int, Range(at_least=1, at_most=512, why="vLLM serves none above"), Needs("lora.enable")] = 16
-    """Rank of each weight's update. 16 trains about 1 % of a small model's parameters."""
+    """Rank of each update. 16 trains about 1 % of a small model's parameters."""
     alpha: Annotated[float, Range(above=0), Needs("lora.enable")] = 32.0
     """The update is `alpha / rank` times the product of the two matrices."""
     target_modules: Annotated[list[str], Needs("lora.enable")] = field(default_factory=lambda: ["all-linear"])
-    """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear` is every linear layer of the blocks, which
-    learns more than attention alone."""
+    """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear`, every linear layer of the blocks, learns
+    more than attention alone."""
     merge: Annotated[
         bool,
         Needs("lora.enable"),
         Needs("checkpoint.enable"),
         Needs("checkpoint.export_hf", why="the merged model is an export"),
     ] = False
-    """Besides the adapters, export the whole model as `step-N/hf`, with adapters merged in float32 and then cast to
-    `checkpoint.export_dtype`. Off: it has the base's size."""
+    """Also export the whole model as `step-N/hf`, with adapters merged in float32, then cast to
+    `checkpoint.export_dtype`. It has the base's size."""
 
 
 @dataclass
 class Offload:
     offload_optimizer_states_for_logprob: bool = False
-    """Keep the optimizer state in pinned host memory while old and reference log-probabilities are computed. The freed
-    device memory fits longer rows there, and the state returns during the forward and backward passes."""
+    """Keep the optimizer state in pinned host memory while old and reference log-probabilities are computed, so that
+    longer rows fit there."""
     optimizer_states: Literal["device", "host"] = "device"
-    """Where the optimizer state lives. `host` keeps it in pinned memory and streams it through the device each step:
-    8 bytes each way per parameter in float32."""
+    """`host` keeps the optimizer state in pinned memory and streams it through the device each step: 8 bytes each way
+    per parameter in float32."""
     reference_weights: Annotated[Literal["device", "host"], Needs("grpo.kl_coef", why="else there is no reference")] = (
         "device"
     )
-    """Where the reference model waits between uses. `host` keeps it in pinned memory; each step copies it in."""
+    """Where the reference model waits between uses; `host` is pinned memory, copied in each step."""
 
 
 @dataclass
 class Data:
     source: Annotated[str, tuple(SOURCES)] = "arithmetic"
-    """Where rows come from: docs/data.md describes each source."""
+    """Where rows come from (docs/data.md)."""
     source_args: Annotated[dict, _read_by("source_args")] = field(default_factory=dict)
-    """A table of arguments for the source, as in `{ max = 39 }` for `arithmetic`: docs/data.md lists them. It refuses
-    those that it does not take."""
+    """Arguments for the source (docs/data.md), as in `{ max = 39 }` for `arithmetic`. It refuses those that it does not
+    take."""
     path: Annotated[str, _read_by("path")] = ""
-    """JSONL file. With `source = "hf"`: dataset folder, or its id on the hub, as in `openai/gsm8k`, with a revision
+    """JSONL file. With `source = "hf"`: dataset folder, or its id on the hub, as in `openai/gsm8k` or, with a revision,
     `openai/gsm8k@main`."""
     subset: Annotated[str, _read_by("subset")] = ""
     """Configuration name of a Hugging Face dataset (GSM8K: `main`)."""
@@ -412,11 +395,10 @@ class Data:
     messages_column: Annotated[
         str, _read_by("messages_column"), Needs("data.chat_template", why="it renders a conversation")
     ] = ""
-    """Column with whole conversations as chat messages, for `sft_train.py`. Empty: it learns pairs of `prompt_column`
-    and `sft.target_column`."""
+    """Column with whole conversations as chat messages, for `sft_train.py`. Empty: pairs of `prompt_column` and
+    `sft.target_column`."""
     tools_column: Annotated[str, _read_by("tools_column"), Needs("data.messages_column")] = ""
-    """Column with the tools of a conversation in `messages_column`, for the chat template: a list of JSON schemas, or
-    its text."""
+    """Column with a conversation's tools, for the chat template: a list of JSON schemas, or its text."""
     answer_column: str = "answer"
     """Column with the reference answer."""
     answer_pattern: str = ""
@@ -428,15 +410,14 @@ class Data:
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template. False sends plain text."""
     chat_template_file: Annotated[str, Needs("data.chat_template")] = ""
-    """Jinja file that replaces the tokenizer's chat template, in exports too. Empty: the tokenizer's own."""
+    """Jinja file in place of the tokenizer's chat template, in exports too. Empty: the tokenizer's own."""
     chat_template_kwargs: Annotated[dict, Needs("data.chat_template")] = field(default_factory=dict)
-    """A table of what the chat template gets besides the messages. `{ enable_thinking = false }` turns off Qwen3's
-    thinking."""
+    """What the chat template gets besides the messages. `{ enable_thinking = false }` turns off Qwen3's thinking."""
     shuffle: bool = True
     """Shuffle each epoch differently, by `debug.seed`."""
     max_prompt_tokens: Annotated[int, Range(at_least=1)] = 512
-    """Longest prompt. `sft_train.py` limits prompt and answer together, by `training.seq_len`. The log says how many
-    rows are left out for it."""
+    """Longest prompt; longer rows are left out, and the log says how many. `sft_train.py` limits prompt and answer
+    together, by `training.seq_len`."""
     curriculum: str = ""
     """`module:function` that says whether to ask a prompt now. It gets the prompt and its last mean reward, or None."""
     reward_column: str = ""
@@ -459,49 +440,45 @@ class Data:
 @dataclass
 class Reward:
     functions: list[str] = field(default_factory=lambda: ["exact_match"])
-    """Built-in names (exact_match, numeric_match, math_verify, reasoning_gym) or `module:function`, which may be
-    `async def` and may take a group's answers at once (docs/rewards.md). Empty: `rollout.environment` gives rewards.
-    Answers with a reward from it are not scored."""
+    """Built-in names (exact_match, numeric_match, math_verify, reasoning_gym) or `module:function` (docs/rewards.md).
+    Empty: `rollout.environment` gives rewards; answers with a reward from it are not scored."""
     weights: list[float] = field(default_factory=list)
     """One weight per function. Empty: 1 each."""
     answer_pattern: str = ""
-    """Regular expression whose one group, in its last match, is the final answer (e.g. `#### (.+)`). Built-in functions
-    get that answer; empty: the whole text."""
+    """Regular expression whose one group, in its last match, is the final answer for built-in functions (e.g. `####
+    (.+)`). Empty: the whole text."""
     workers: Annotated[int, Range(at_least=1, at_most=1024)] = 2
     """Worker processes that score answers. `exact_match` alone, without a pattern, needs none."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 10.0
-    """Longest time for one function on one answer. After it the score has failed. A function that gets a group at once
-    has as much for each of its answers."""
+    """Longest time for one function on one answer, after which the score has failed. A function of a whole group has as
+    much for each answer."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
-    """Largest share of a step's answers, or of a validation's, on which a reward function or the environment failed.
-    They are left out of their groups. Above it, and if all failed, the run ends: at half, the function is broken and
-    not the answers. In training an outage may last for `rollout.group_timeout_seconds` first."""
+    """Largest share of a step's or validation's answers on which a reward function or the environment failed; they are
+    left out of their groups. Above it, and if all failed, the run ends; in training an outage may last for
+    `rollout.group_timeout_seconds` first."""
     secrets: list[str] = field(default_factory=list)
-    """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY,
-    TOKEN, SECRET, PASSWORD or the like are removed from the environment of worker processes."""
+    """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY, TOKEN,
+    SECRET, PASSWORD or the like are kept from worker processes."""
 
 
 @dataclass
 class Distill:
     teacher_urls: list[str] = field(default_factory=list)
-    """Base addresses of running servers of a teacher, which scores each token that the model samples: on-policy
-    distillation (docs/distillation.md). `name=http://host:port` is a teacher for the `[[data.mixture]]` source with
-    that name, others are for all further prompts. Empty: off."""
+    """Servers of a teacher that scores each sampled token (docs/distillation.md). `name=http://host:port` is for the
+    `[[data.mixture]]` source with that name, others are for all further prompts. Empty: off."""
     engine: Annotated[str, tuple(COMMANDS), Needs("distill.teacher_urls")] = "embedded"
-    """What the teachers' servers are. `vllm` and `sglang` give log-probabilities at temperature 1 only, which
-    `rollout.temperature` must then be; `embedded` gives them at any."""
+    """What the teachers' servers are. `vllm` and `sglang` need `rollout.temperature` 1; `embedded` scores at any."""
     mode: Annotated[Literal["only", "add"], Needs("distill.teacher_urls")] = "only"
-    """`only`: the teacher's term alone is trained on, and rewards are but measured; `reward.functions` may be empty.
-    `add`: it is added to the advantage of the reward, or to the loss."""
+    """`only`: the teacher's term alone is trained on; `reward.functions` may be empty. `add`: it is added to the
+    advantage of the reward, or to the loss."""
     coef: Annotated[
         float, Range(above=0, why="leave teacher_urls out for no teacher"), Needs("distill.teacher_urls")
     ] = 1.0
-    """Weight of the teacher's term. Without `top_k` it is an advantage: `coef` times the token's log-probability by the
-    teacher less that by the sampler. In expectation that is `coef` times the negative reverse KL divergence."""
+    """Weight of the teacher's term. Without `top_k` that is an advantage: the token's log-probability by the teacher
+    less that by the sampler."""
     top_k: Annotated[int, Range(at_least=0, at_most=128), Needs("distill.teacher_urls")] = 0
-    """0: the teacher's term is an advantage of the sampled token. K: it is a loss instead, `coef` times the forward KL
-    divergence from the teacher at each sampled token, where all but the teacher's K likeliest tokens are one outcome.
-    It says more of each position, and replies grow with K. vLLM gives up to 20, its `--max-logprobs`."""
+    """0: an advantage of the sampled token. K: a loss instead, the forward KL divergence over the teacher's K likeliest
+    tokens and all others as one. vLLM gives up to 20, its `--max-logprobs`."""
     api_key_env: Annotated[str, Needs("distill.teacher_urls")] = ""
     """Environment variable that holds the API key of the teachers' servers."""
 
@@ -509,41 +486,39 @@ class Distill:
 @dataclass
 class Sft:
     steps: Annotated[int, Range(at_least=0)] = 0
-    """Supervised steps on prompts and reference answers before GRPO. 0: none. `sft_train.py` takes `training.steps`."""
+    """Supervised steps on prompts and reference answers before GRPO. `sft_train.py` takes `training.steps`."""
     batch_size: Annotated[int, Range(at_least=1, at_most=2**20)] = 64
     """Pairs of prompt and answer, or conversations, per step."""
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-3
-    """Constant learning rate of these steps. GRPO's optimizer starts fresh after them. `sft_train.py` takes
-    `optimizer.lr`."""
+    """Constant learning rate of these steps; GRPO's optimizer starts fresh. `sft_train.py` takes `optimizer.lr`."""
     target_column: str = ""
     """Column with the text to learn. Empty: all of `data.answer_column`."""
     train_on: Literal["all", "last"] = "all"
-    """Which of the assistant's turns of `data.messages_column` `sft_train.py` learns: all, or the last one."""
+    """Which of the assistant's turns of `data.messages_column` `sft_train.py` learns."""
 
 
 @dataclass
 class Ray:
     enable: Annotated[bool, Needs("debug.hang_seconds", why="a rank that hangs is ended after it")] = False
-    """Run every trainer process as a Ray actor: start the script once, without torchrun (docs/ray.md). Needs the
-    `ray` package."""
+    """Run every trainer process as a Ray actor: start the script once, without torchrun (docs/ray.md). Needs the `ray`
+    package."""
     address: str = ""
-    """Cluster to join: `auto` or `host:port`. Empty starts one on this machine, on its loopback address, which ends
-    with the run."""
+    """Cluster to join: `auto` or `host:port`. Empty starts one on this machine's loopback address, which ends with the
+    run."""
     ranks: Annotated[int, Range(at_least=0, at_most=65536)] = 0
-    """Trainer processes. 0: one for each GPU of the cluster that no server of `rollout.replicas` takes. Without GPUs
-    they train on CPUs."""
+    """Trainer processes. 0: one for each GPU that no server of `rollout.replicas` takes. Without GPUs they train on
+    CPUs."""
     cpus_per_rank: Annotated[int, Range(at_least=1, at_most=1024)] = 1
-    """Cores that Ray reserves for each rank. Ray also sets OMP_NUM_THREADS to it, unless it is set where you start."""
+    """Cores that Ray reserves for each rank, and OMP_NUM_THREADS unless it is set where you start."""
     dispatch: Literal["loop", "compiled", "remote"] = "loop"
-    """Who calls each step. `loop`: each rank runs the whole loop, as under torchrun. `compiled`: the driver, through
-    one Compiled Graph on each node. `remote`: the driver, by plain remote calls."""
+    """Who calls each step. `loop`: each rank runs the whole loop, as under torchrun. `compiled` and `remote`: the
+    driver, through one Compiled Graph on each node or by remote calls."""
     expose_servers: Annotated[bool, Needs("ray.enable"), Needs("rollout.replicas")] = False
-    """Let servers of `rollout.replicas` be on other nodes than rank 0's. They listen on their node's address, where
-    whoever reaches one can replace its weights: name a key in `rollout.api_key_env`. False keeps them on rank 0's node,
-    on the loopback address."""
+    """Let servers of `rollout.replicas` be on other nodes than rank 0's, at their node's address: whoever reaches one
+    can replace its weights, so name a key in `rollout.api_key_env`. False: rank 0's node, loopback address."""
     max_restarts: Annotated[int, Range(at_least=0, at_most=1000)] = 3
-    """Times that a run whose rank failed, died or hung is started again, from its newest checkpoint. With `[checkpoint]
-    enable = false` it never is."""
+    """Times that a run whose rank failed, died or hung is started again, from its newest checkpoint; never with
+    `[checkpoint] enable = false`."""
 
 
 @dataclass

@@ -373,7 +373,7 @@ OTHERS = {
     "config": "job.config_file",
 }
 
-TRAINERS = {"TRL": TRL, "verl": VERL, "prime-rl": PRIME_RL, "NeMo-RL": NEMO_RL, "OpenRLHF and others": OTHERS}
+TRAINERS = {"TRL": TRL, "verl": VERL, "prime-rl": PRIME_RL, "NeMo-RL": NEMO_RL, "OpenRLHF, others": OTHERS}
 NAMES = {name: entry for names in TRAINERS.values() for name, entry in names.items()}
 
 NOT_THE_POLICY = {

@@ -33,23 +33,22 @@ class Model:
     name: str = ""
     """Family of `model.flavor`, such as `qwen3`. Without `model.flavor`, config.json names it."""
     flavor: Annotated[str, Needs("model.name", why='its family, as in "qwen3"')] = ""
-    """Preset shape of the family, such as `0.6B`. Empty: `model.hf_assets_path`/config.json gives the shape, so any
-    size works."""
+    """Preset shape of the family, such as `0.6B`. Empty: `model.hf_assets_path`/config.json gives it."""
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, tokenizer and weights, or its id on the hub: `Qwen/Qwen3-0.6B`, with a
-    revision `Qwen/Qwen3-0.6B@main`. Required, because prompts need its tokenizer."""
+    revision `Qwen/Qwen3-0.6B@main`. Required."""
     weights: Literal["hf", "random"] = "hf"
     """`hf` loads safetensors from `model.hf_assets_path`. `random` initialises from `debug.seed`."""
     implementation: Literal["auto", "torchtitan", "transformers"] = "auto"
-    """Who computes the model. `torchtitan` is faster, and knows tensor and expert parallelism. `transformers` takes any
-    dense causal language model whose class computes the same on packed rows, which is tried at the start. `auto` is
-    `torchtitan` for the models that it knows."""
+    """Who computes the model (docs/models.md). `torchtitan` is faster, and knows tensor and expert parallelism;
+    `transformers` takes almost any dense causal language model. `auto` is `torchtitan` for the models that it knows."""
 
 
 @dataclass
 class Optimizer:
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-6
-    """Learning rate. Policy gradients are noisy: full fine-tuning by RL uses 1e-6 where pre-training uses 8e-4."""
+    """Learning rate. Full fine-tuning by RL uses 1e-6 where pre-training uses 8e-4, since policy gradients are
+    noisy."""
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     """Decay rate of the mean gradient."""
     beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
@@ -67,8 +66,7 @@ class LRScheduler:
     total_steps: Annotated[int | None, Range(at_least=1)] = None
     """Length of the schedule. None: `training.steps`."""
     decay_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Last share of the run, in which the rate decays to `min_lr_factor`. 0 keeps it constant, so a run can be
-    extended."""
+    """Last share of the run, in which the rate decays to `min_lr_factor`. 0 keeps it constant."""
     min_lr_factor: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
     """Rate at the end of the decay, as a share of `optimizer.lr`."""
 
@@ -76,29 +74,28 @@ class LRScheduler:
 @dataclass
 class Training:
     seq_len: Annotated[int, Range(at_least=2, at_most=2**24, why="a prompt and an answer need a token each")] = 2048
-    """Longest document in tokens. Prompt and answer together must fit."""
+    """Longest document, prompt and answer together, in tokens."""
     max_norm: Annotated[float | int, Range(above=0, why="gradients are scaled down to it")] = 1.0
     """Gradient norm above which gradients are scaled down."""
     steps: Annotated[int, Range(at_least=1)] = 100
-    """Steps, each on one batch: of rollouts, or in `sft_train.py` of `sft.batch_size` rows. RL shows results within
-    tens of steps, not torchtitan's 10000."""
+    """Steps, each on one batch: of rollouts, or in `sft_train.py` of `sft.batch_size` rows."""
     tokens_per_microbatch: Annotated[int, Range(at_least=0)] = 0
-    """Tokens of one packed forward and backward pass on one data-parallel rank. 0 means `training.seq_len`."""
+    """Tokens of one packed forward and backward pass on one data-parallel rank. 0: `training.seq_len`."""
     share_prompts: bool = True
-    """Compute a prompt once for the answers of its group that are in one row. The result is the same but for rounding.
-    Off gives each answer a prompt of its own."""
+    """Compute a prompt once for the answers of its group that are in one row. The result is the same but for
+    rounding."""
     kept_logits_mib: Annotated[int, Range(at_least=0)] = 2048
     """Logits kept from forward to backward, in MiB; the rest are recomputed. 16k answer tokens of Qwen3 take 9.3 GiB,
-    or 4.6 GiB with `logits_dtype = "model"`. 0 keeps none."""
+    or 4.6 GiB with `logits_dtype = "model"`."""
     logits_dtype: Literal["float32", "model"] = "float32"
-    """Type of the logits, whose factors are in `mixed_precision_param`. `model` rounds logits to it too: they take half
-    the memory in bfloat16, and trainer and sampler differ by more (docs/metrics.md)."""
+    """Type of the logits. `model` rounds them to `mixed_precision_param`: half the memory in bfloat16, and trainer and
+    sampler differ by more (docs/metrics.md)."""
     reduce_gradients: Literal["auto", "microbatch", "step"] = "auto"
-    """When sharded ranks gather parameters and reduce gradients: per packed row, or once per optimizer `step`.
-    `step` saves traffic but keeps all weights and gradients on each rank; `auto` uses it up to a billion parameters."""
+    """When sharded ranks gather parameters and reduce gradients: per packed row, or once per optimizer `step`, which
+    saves traffic but keeps all weights and gradients on each rank. `auto` is `step` up to a billion parameters."""
     flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
-    """bfloat16 attention kernels on GPUs: torch's (`FA2`), or `flash-attn-4`, faster on Hopper and Blackwell.
-    `auto` takes `FA4` if it is installed and agrees with `FA2` in a trial at the start."""
+    """bfloat16 attention kernels on GPUs: torch's (`FA2`), or `flash-attn-4`, faster on Hopper and Blackwell. `auto`
+    takes `FA4` if it is installed and agrees with `FA2` in a trial at the start."""
 
 
 @dataclass
@@ -107,16 +104,16 @@ class Parallelism:
     """Trainer processes that the run is made for: a dry run plans so many, and a run with another number is refused.
     0: any number."""
     data_parallel_replicate_degree: Annotated[int, Range(at_least=0)] = 0
-    """Copies of the model. Above 1, with shards in each copy, is HSDP. 0: one copy for each node if it fits there by
-    the estimate of `--dry_run`, else one over all ranks; on one node always one."""
+    """Copies of the model. Above 1, with shards in each, is HSDP. 0: one for each node if it fits there by the estimate
+    of `--dry_run`, else one; on one node always one."""
     tensor_parallel_degree: Annotated[int, Range(at_least=1)] = 1
     """Ranks that share each layer."""
     context_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Ranks that share each packed row, for documents that one GPU has no room for. Each has a part of the positions,
-    and in attention of the heads (Ulysses). The weights are sharded over them, too."""
+    """Ranks that share each packed row, for documents that one GPU has no room for: positions, and in attention heads
+    (Ulysses). Weights are sharded over them too."""
     expert_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Of a mixture of experts (docs/moe.md): ranks that share the experts of each layer. Tokens travel to their
-    experts, which are not gathered. The ranks are among those that shard the model. 1: each gathers all experts."""
+    """Ranks, of those that shard the model, that share a layer's experts (docs/moe.md): tokens travel, and experts are
+    not gathered. 1: each gathers all."""
 
 
 @dataclass
@@ -126,7 +123,7 @@ class Metrics:
     samples_per_step: Annotated[int, Range(at_least=0)] = 4
     """Answers written to `samples.jsonl` at each step. 0 writes none."""
     prometheus_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
-    """Port on this machine's loopback address where Prometheus reads the newest metrics. 0 serves none."""
+    """Port on the loopback address where Prometheus reads the newest metrics. 0: none."""
 
 
 @dataclass
@@ -136,31 +133,29 @@ class Checkpoint:
     folder: str = "checkpoint"
     """Folder of checkpoints in `job.dump_folder`."""
     interval: Annotated[int, Range(at_least=1)] = 20
-    """Steps between checkpoints; the last step is always saved. torchtitan's 500 are more than many RL runs have."""
+    """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: Annotated[int, Range(at_least=0)] = 2
-    """Checkpoints kept, 0 for all. Each holds weights and AdamW state (12 bytes per parameter) and an export."""
+    """Checkpoints kept, 0 for all. Each has weights and AdamW state (12 bytes per parameter) and an export."""
     keep_best: Annotated[str, Needs("checkpoint.enable"), Needs("validation.enable")] = ""
-    """A metric of validation, as in `validation/greedy_reward`: the checkpoint with its highest value is kept besides
-    the newest ones. Empty: none is."""
+    """A metric of validation, as in `validation/greedy_reward`: the checkpoint with its highest value is kept too."""
     resume: Annotated[bool | Literal["auto"], Needs("checkpoint.enable")] = False
     """Continue the run in `job.dump_folder` from its newest checkpoint. True needs one; `auto` begins a new run if
-    there is none, for jobs that are started again. False refuses a folder that holds a run."""
+    there is none. False refuses a folder that holds a run."""
     load_step: Annotated[
         int,
         Range(at_least=-1, why="-1 is the newest"),
         Needs("checkpoint.resume", True, why="every start would go back to the step"),
     ] = -1
-    """Step to resume from. -1 is the newest whole checkpoint. A torn one is named and passed over; with a step it ends
-    the run."""
+    """Step to resume from; a torn checkpoint ends the run. -1: the newest whole one."""
     stop_seconds: Annotated[float, Range(at_least=1, at_most=1e6)] = 25.0
     """Longest time from SIGTERM or Ctrl-C to the end of the process; four fifths are for the step and its checkpoint.
     torchrun kills after 30 s: raise its `--shutdown-timeout` too."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints in the background, from a copy in host memory. `async_with_pinned_mem` copies beside training;
-    `async` copies to pageable memory, and training waits for the copy. Off: it needs that memory."""
+    for `async`, to pageable memory, training waits."""
     export_hf: bool = True
-    """Write a Hugging Face folder (weights, config, tokenizer) inside every checkpoint, as `step-N/hf`. With `[lora]`
-    it is `step-N/adapter`, a folder for `peft`."""
+    """Write a Hugging Face folder (weights, config, tokenizer) in every checkpoint: `step-N/hf`, or with `[lora]`
+    `step-N/adapter`, for `peft`."""
 
 
 @dataclass
@@ -169,38 +164,37 @@ class ActivationCheckpoint:
     """Recompute activations in the backward pass. `full` needs the least memory; `selective` and `none` are faster."""
     selective_ac_option: str = "matmul"
     """What `selective` keeps: the outputs of attention and of every matrix multiplication (`matmul`), or of every
-    second one (`op`). A number n keeps everything, except in each n-th block, which keeps its input only."""
+    second one (`op`). A number n keeps all but each n-th block."""
     offload: Annotated[
         bool,
         Needs("activation_checkpoint.mode", "full", why='it moves the inputs of blocks, all that "full" keeps'),
     ] = False
-    """Keep the inputs of blocks in pinned host memory from the forward to the backward pass, all but two. Longer rows
-    fit, with bitwise the same results."""
+    """Keep the inputs of blocks in pinned host memory from forward to backward, all but two: longer rows fit, with
+    bitwise the same results."""
     mlp_chunk_tokens: Annotated[
         int,
         Range(at_least=0),
         Needs("activation_checkpoint.mode", "full", why="the backward pass computes each chunk again by itself"),
     ] = 0
-    """Feed-forward layers compute so many tokens of a row at a time, so that their wide activations take the memory of
-    one chunk. Longer rows fit. The backward pass computes these layers once more, and adds the gradients of their
-    weights chunk by chunk, in bfloat16 too: eight chunks double the rounding. 0: the whole row."""
+    """Feed-forward layers compute so many tokens of a row at a time, so that longer rows fit. Backward computes them
+    once more and adds their weights' gradients chunk by chunk, in bfloat16 too: eight chunks double the rounding. 0:
+    the whole row."""
 
 
 @dataclass
 class Comm:
     init_timeout_seconds: Annotated[int, Range(at_least=1, at_most=1e6)] = 1800
-    """Longest wait in a collective. Other ranks wait in one while rank 0 starts servers or validates, which can
-    exceed torchtitan's 300 s."""
+    """Longest wait in a collective, also while rank 0 starts servers or validates."""
 
 
 @dataclass
 class Debug:
     seed: Annotated[int, Range(at_least=0, below=2**32, why="NumPy takes no other")] = 42
-    """Seed of weights, data order and sampling. torchtitan's default is random, so runs are not reproducible."""
+    """Seed of weights, data order and sampling. torchtitan's default is random."""
     hang_seconds: Annotated[float, Range(at_least=0)] = 3600.0
-    """Time without progress after which the log gets every thread's stack, the servers' states and what waits for what.
-    Progress is a stage that begins or ends, a scored answer or a bucket of weights. With `ray.enable` a rank is then
-    ended, and no step may take longer. 0: never."""
+    """Time without progress (a stage that begins or ends, a scored answer, a bucket of weights) after which the log
+    gets every thread's stack, the servers' states and what waits for what. With `ray.enable` the rank is then ended,
+    and no step may take longer. 0: never."""
     hang_exit_code: Annotated[int, Range(at_least=0, at_most=255)] = 0
-    """Exit status of a process after that report, for a launcher that starts it again; 0 lets it go on. Then set
-    `hang_seconds` above `rollout.group_timeout_seconds`."""
+    """Exit status of a process after that report, for a launcher that starts it again; then set `hang_seconds` above
+    `rollout.group_timeout_seconds`. 0 lets it go on."""
