@@ -31,7 +31,7 @@ LONGEST_WORDS = 35
 LABEL_WORDS = 3
 """A table cell of at most this many words is no sentence."""
 
-FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "scripts/*/README.md")
+FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "scripts/*/README.md", "examples/*/README.md")
 
 ABBREVIATIONS = ("e.g.", "i.e.", "cf.", "vs.", "dr.", "al.", "approx.", "no.", "fig.", "eq.", "sec.")
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")

@@ -492,6 +492,10 @@ def test_sft_targets_end_with_the_end_token(tokenizer, tmp_path):
     assert tokenizer.decode(other.token_ids[other.trained].tolist()) == "1 1<eos>"
     with pytest.raises(UserError, match=r"no column 'stpes': set \[sft\] target_column to one of .*'steps'"):
         sft_pairs(prompts, data, "stpes", tokenizer)
+    length = len(pair.token_ids)
+    assert len(sft_pairs(prompts[:1], data, "", tokenizer, longest=length)) == 1
+    with pytest.raises(UserError, match=rf"have {length} tokens, over \[training\] seq_len = {length - 1}: raise it"):
+        sft_pairs(prompts[:1], data, "", tokenizer, longest=length - 1)
 
 
 def test_tokens_without_an_embedding_may_be_there_if_no_text_has_them(tokenizer, tmp_path, caplog):

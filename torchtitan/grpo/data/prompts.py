@@ -337,15 +337,18 @@ def sft_pairs(
     target_column: str,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int = ANY_VOCAB,
+    longest: int | None = None,
 ) -> list[Document]:
     """Each prompt with its target, which is trained and ends with the tokenizer's end token.
 
     Args:
         target_column: `[sft] target_column`. "" is all of `[data] answer_column`, without `answer_pattern`.
         vocab_size: The model's, which all token ids must be under.
+        longest: `[training] seq_len`, which a prompt and its target may have. None: no limit.
 
     Raises:
-        UserError: A row lacks the column, or has a token without an embedding. The tokenizer has no end token.
+        UserError: A row lacks the column, is too long, or has a token without an embedding. The tokenizer has no end
+            token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("Supervised targets need an end token: set eos_token in the model's tokenizer_config.json")
@@ -360,6 +363,11 @@ def sft_pairs(
     for prompt, target in zip(prompts, targets, strict=True):
         check_embeddings(target, f"The target of prompt {prompt.index}", tokenizer, vocab_size)
         ids = np.array([*prompt.token_ids, *target, tokenizer.eos_token_id], np.int32)
+        if longest is not None and len(ids) > longest:
+            raise UserError(
+                f"Prompt {prompt.index} and its target of the warm start have {len(ids)} tokens, over "
+                f"[training] seq_len = {longest}: raise it, or leave the row out"
+            )
         documents.append(Document(ids, np.arange(len(ids)) >= len(prompt.token_ids)))
     return documents
 

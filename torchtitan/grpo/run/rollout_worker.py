@@ -172,8 +172,8 @@ class RolloutWorker:
         prompts = self.prompts.next(self.config.sft.batch_size)
         if self._share.number:
             return [], [[], self._state()]
-        column = self.config.sft.target_column
-        documents = sft_pairs(prompts, self.config.data, column, self.tokenizer, self.model.vocab_size)
+        column, longest = self.config.sft.target_column, self.config.training.seq_len
+        documents = sft_pairs(prompts, self.config.data, column, self.tokenizer, self.model.vocab_size, longest)
         parts = encoded(self.layout.pack(supervised_samples(documents)))
         return [len(part) for part in parts], [parts, self._state()]
 
