@@ -41,6 +41,8 @@ for words in (["--help"], *([name, "--help"] for name in {list(commands.choices)
         ([], "usage: torchtitan-grpo"),
         (["trane"], "invalid choice: 'trane'"),
         (["report", "outputs", "--last"], "usage: torchtitan-grpo report"),
+        (["--last", "report", "outputs"], "unrecognized arguments: --last"),
+        (["replay", "outputs", "--dry_run"], "replay has no --dry_run and no --check"),
         (["recipes", "quickstrat.toml"], 'there is no recipe quickstrat.toml (did you mean "quickstart.toml"?)'),
         (["serve", "vllm", "--port", "8001", "model"], "serve ENGINE MODEL comes first"),
         (["serve", "embedded", "model"], "vllm or sglang"),

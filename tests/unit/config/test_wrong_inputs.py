@@ -591,9 +591,6 @@ FUNCTIONS = {
     ),
     "environment of no module": flag("--rollout.environment", "no_such:play", "[rollout] environment", "'no_such'"),
     "environment as a path": flag("--rollout.environment", "play.py", 'must be "module:function"'),
-    "environment that is not awaited": play(
-        "def play(client, prompt): return []", '"play:play"', "play.py:1", "write it as `async def`"
-    ),
     "environment with an unknown argument": play(
         "async def play(client, prompt, turns=1): return []", 'has "turn"', 'did you mean "turns"?', turn=3
     ),

@@ -26,15 +26,6 @@ async def accepted(client: RolloutClient, prompt: Prompt, depth: int = 1) -> lis
     return [Sample(prompt, [depth], [0.0], [0], "stop")]
 
 
-def synchronous(client: RolloutClient, prompt: Prompt, depth: int = 1) -> list[Sample]:
-    raise AssertionError("is never called")
-
-
-class Synchronous:
-    def __call__(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
-        raise AssertionError("is never called")
-
-
 def wrong_parameters(prompt: Prompt) -> list[Sample]:
     raise AssertionError("is never called")
 
@@ -93,16 +84,13 @@ def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
     [
         ("accepted", {"depht": 3}, r'environment_args has "depht", which .*:accepted does not take.* "depth"'),
         ("accepted", {"prompt": 3}, r'has "prompt", which .*:accepted does not take: it takes depth'),
-        ("synchronous", {}, r'synchronous" \(.*test_load.py:\d+\) gives no coroutine: write it as `async def`'),
-        ("synchronous", {"depth": 3}, r"\(.*test_load.py:\d+\) gives no coroutine"),
-        ("Synchronous", {}, r'Synchronous" \(.*test_load.py:\d+\) gives no coroutine'),
         ("Exits", {}, r"raised SystemExit: please set MY_DATA \(.*test_load.py:\d+ in __init__\)"),
         ("Sums", {}, r"missing a required argument: 'largest'"),
         ("Sums", {"largest": 3, "sing": "-"}, r'has "sing", which .*:Sums does not take.* "sign"'),
         ("Sums", {"largest": 3, "sign": "-"}, r"raised OSError: no table of - \(.*test_load.py:\d+ in __init__\)"),
     ],
 )
-def test_what_cannot_be_called_is_refused(name: str, arguments: dict[str, Any], said: str) -> None:
+def test_arguments_that_it_does_not_take_are_refused(name: str, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load(f"{__name__}:{name}", **arguments)
 

@@ -15,6 +15,7 @@ from torchtitan.grpo.evaluation.inputs import OF_THE_RUN
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.model.lora import LoraLinear, PeftNames, adapters_off, add_adapters, init_adapters, merged
+from torchtitan.grpo.model.peft_folder import adapter_config
 from torchtitan.grpo.model.source import resolve_model
 
 LLAMA = dict(name="llama3", flavor="debugmodel", hf_assets_path="absent", weights="random")
@@ -147,3 +148,12 @@ def test_a_base_is_known_by_every_weight_and_its_adapters_by_their_keys():
     other.state_dict()
     with pytest.raises(UserError, match="checksum"):
         other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_an_adapter_names_its_base_by_the_hubs_id_and_no_path_of_the_cache(is_cached, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan.grpo.config.hub._cache", lambda: str(tmp_path))
+    folder = tmp_path / f"models--alice--tiny/snapshots/{'a' * 40}" if is_cached else tmp_path / "a@b" / "tiny"
+    config = adapter_config(SimpleNamespace(lora=resolve(["q_proj"]).lora, folder=folder))
+    expected = ("alice/tiny", "a" * 40) if is_cached else (str(folder), None)
+    assert (config["base_model_name_or_path"], config.get("revision")) == expected

@@ -55,6 +55,13 @@ def test_the_column_is_tried_where_the_pattern_needs_what_is_around_the_answer()
         "another row's answer, '4': numeric_match 0",
         "an empty answer, '': numeric_match 0",
     ]
+    unknown = "I do not know."
+    alike = [replace(each, answer=unknown, columns={"answer": unknown}) for each in (FIRST, OTHER)]
+    assert said(alike, "--reward.functions", "exact_match")[1:] == [
+        "       1 in 0.000 s  the row's own answer, 'I do not know.': exact_match 1",
+        "       0 in 0.000 s  a wrong answer, 'I do not know.I do not know.': exact_match 0",
+        "       0 in 0.000 s  an empty answer, '': exact_match 0",
+    ]
     bare = [replace(each, columns={"answer": each.answer}) for each in (FIRST, OTHER)]
     assert said(bare, *pattern)[-1].startswith("  the row's own answer gets no more than others")
 

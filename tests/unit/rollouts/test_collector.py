@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,6 +26,7 @@ from torchtitan.grpo.engines.protocol import EngineError, LocalError, SamplingPa
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.environments.load import load_environment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.collector import Ask, Collector, decoded, prompt_seed
@@ -605,6 +606,42 @@ def test_one_episode_costs_no_more_than_itself_once_the_environment_has_worked(
     lost = [sample for group in groups for sample in group if sample.reward is None]
     assert len(lost) == PARAMS.n and {sample.prompt.index for sample in lost} == {12}
     assert all(said in sample.reward_failures["tests:rollout"] for sample in lost)
+
+
+def undecorated(function: Callable) -> Callable:
+    return lambda *arguments: function(*arguments)
+
+
+class Forwarding:
+    def __call__(self, client: RolloutClient, prompt: Prompt) -> Awaitable[list[Sample]]:
+        return single_turn(client, prompt)
+
+
+class Synchronous:
+    def __call__(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        return []
+
+
+def synchronous(client: RolloutClient, prompt: Prompt, depth: int = 1) -> list[Sample]:
+    return []
+
+
+forwarding = undecorated(single_turn)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("forwarding", {}), ("Forwarding", {}), ("synchronous", {}), ("synchronous", {"depth": 3}),
+                            ("Synchronous", {})]
+)  # fmt: skip
+def test_what_gives_a_coroutine_is_awaited_and_else_named_by_its_place(make_collector, name, arguments) -> None:
+    environment = load_environment(f"{__name__}:{name}", arguments, {})
+    collector = make_collector(environment=environment)
+    if name.lower() == "forwarding":
+        assert collector.collect(prompts_of(1), PARAMS, "a")[0][0].token_ids
+        return
+    said = r"environment = 'tests:rollout' \(.*test_collector.py:\d+\) gives no coroutine: write it as `async def`"
+    with pytest.raises(UserError, match=said):
+        collector.collect(prompts_of(1), PARAMS, "a")
 
 
 @pytest.mark.parametrize("of_a_set", [False, True])

@@ -14,7 +14,8 @@ import pytest
 import grpo_train
 import sft_train
 from tests.helpers import TINY_QWEN3
-from tests.helpers.forked_rollouts import fork
+from tests.helpers.forked_rollouts import ForkedBesides
+from tests.helpers.ranks import begin_imports
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.model.source import resolve_model
@@ -33,11 +34,12 @@ SUMS = ["1+1=", "2+1=", "1+2=" * 8, "3+1=", "4+1=", "1+1="]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    begin_imports()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "task", raising=False)
     monkeypatch.setattr(script, "init_log_lines", lambda: None)
-    monkeypatch.setattr(rollout_process, "start", fork)  # its imports take two seconds
+    monkeypatch.setattr(rollout_process, "start", ForkedBesides)  # its imports take two seconds
     monkeypatch.delenv("RANK", raising=False)
     rows = [{"question": question, "answer": str(eval(question[:3]))} for question in SUMS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

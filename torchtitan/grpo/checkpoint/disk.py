@@ -43,8 +43,9 @@ def most_at_once(config: JobConfig) -> int:
     return min(kept + 1, written) if checkpoint.keep_latest_k else written
 
 
-def disk_lines(config: JobConfig, parameters: int, trained: int) -> list[str]:
-    """A table for `--dry_run`; the arguments are those of `checkpoint_bytes`."""
+def disk_lines(config: JobConfig, parameters: int, trained: int, here: bool = True) -> list[str]:
+    """A table for `--dry_run`; `parameters` and `trained` are those of `checkpoint_bytes`. `here`: the run is for this
+    machine."""
     checkpoint, lora = config.checkpoint, config.lora
     if not checkpoint.enable:
         return []
@@ -58,8 +59,8 @@ def disk_lines(config: JobConfig, parameters: int, trained: int) -> list[str]:
         f"  {f'at most {at_once} at once':<28}{mib(at_once * each):>14}",
     ]
     folder = Path(config.job.dump_folder).absolute()
-    free = free_bytes(next(each for each in (folder, *folder.parents) if each.is_dir()))
-    if free is not None:
+    free = free_bytes(next(each for each in (folder, *folder.parents) if os.path.isdir(each)))
+    if here and free is not None:
         verdict = "all fit" if free >= at_once * each else f"{free // each} fit" if free >= each else "does NOT fit"
         lines.append(f"  {'free on this machine':<28}{mib(free):>14}  {verdict}")
     return lines

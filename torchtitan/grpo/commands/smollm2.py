@@ -150,6 +150,6 @@ def make(folder: Path, cache: Path) -> bool:
 
 
 def main(arguments: Namespace) -> int:
-    written = make(arguments.folder, arguments.cache)
+    written = make(arguments.folder, arguments.cache.expanduser())
     print(f"{'wrote' if written else 'complete:'} {arguments.folder}")
     return 0

@@ -114,6 +114,7 @@ def of_replay(config: JobConfig, run: Path, out: Path | None, after: int) -> Job
         "checkpoint.resume": True if after else "auto" if out is None else False,
         "checkpoint.load_step": after or -1,
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
+        "parallelism.ranks": 0,
         "rollout.environment": "",
         "rollout.record_gib": 0.0,
         "reward": Reward(workers=1),

@@ -57,7 +57,8 @@ def describe(
     also = "the task and " if task else ""
     comments += ["", *task, f"Read: {also}config.json of the model. No weights and no server were looked at"]
     keys = toml_lines(config) if full else toml_lines(given, full=False)
-    return "\n".join([*keys, *(f"# {line}".rstrip() for line in comments)]) + "\n"
+    lines = (line for comment in comments for line in comment.splitlines() or [""])
+    return "\n".join([*keys, *(f"# {line}".rstrip() for line in lines)]) + "\n"
 
 
 def batch_lines(config: JobConfig, world_size: int) -> list[str]:
@@ -174,4 +175,4 @@ def memory_lines(
     else:
         lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server on the same device")
     lines += host_lines(config, ranks_here or world_size, target, memory, job == "grpo")
-    return lines + disk_lines(config, memory.parameters, memory.trained)
+    return lines + disk_lines(config, memory.parameters, memory.trained, target.here)

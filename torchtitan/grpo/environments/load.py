@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data
 from torchtitan.grpo.config.tables import table_title
 from torchtitan.grpo.errors import UserError, did_you_mean, renamed
-from torchtitan.grpo.process.import_path import import_function, is_async, load_function, source
+from torchtitan.grpo.process.import_path import import_function, load_function
 from torchtitan.grpo.process.stopping import Stopped
 from torchtitan.grpo.rollouts.environment import ENDPOINT, KEY, Environment, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment, place
@@ -25,8 +25,8 @@ def loaded_environments(config: JobConfig) -> Iterator[Environments]:
     """The environments of a run, closed at its end: its own, and those of held-out sets if it validates.
 
     Raises:
-        UserError: There is no such environment, its package is not installed, it does not take these arguments, or it
-            gives no coroutine. The message names the table.
+        UserError: There is no such environment, its package is not installed, or it does not take these arguments. The
+            message names the table.
     """
     rollout = config.rollout
     with contextlib.ExitStack() as stack:
@@ -69,15 +69,11 @@ def load_environment(name: str, arguments: dict[str, Any], template_arguments: d
         return _made(OpenEnvEnvironment, name, what, template_arguments, **arguments)
     found = import_function(KEY, name)
     if inspect.isclass(found):
-        environment = _made(found, name, **arguments)
-    elif arguments:
-        _check_arguments(found, name, "client", "prompt", **arguments)
-        environment = partial(found, **arguments)
-    else:
-        environment = load_function(KEY, name, "client", "prompt")
-    if not is_async(environment):
-        raise UserError(f'{KEY}: "{name}" ({source(environment)}) gives no coroutine: write it as `async def`')
-    return environment
+        return _made(found, name, **arguments)
+    if not arguments:
+        return load_function(KEY, name, "client", "prompt")
+    _check_arguments(found, name, "client", "prompt", **arguments)
+    return partial(found, **arguments)
 
 
 def _made(make: Callable[..., Any], name: str, *positional: Any, **arguments: Any) -> Environment:

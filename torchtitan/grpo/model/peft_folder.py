@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from torchtitan.grpo.config.hub import named
 from torchtitan.grpo.model.lora import PeftNames, is_adapter
 from torchtitan.grpo.model.shards import whole
 from torchtitan.grpo.model.source import ModelSource, share
@@ -59,4 +60,7 @@ def adapter_config(source: ModelSource) -> dict[str, object]:
     lora = source.lora
     if lora is None:
         raise ValueError("a model without adapters has no adapter_config.json")
-    return peft_config(lora.rank, lora.alpha, lora.layers, str(source.folder))
+    folder = str(source.folder)
+    base, _, revision = named(folder).rpartition("@") if named(folder) != folder else (folder, "", "")
+    config = peft_config(lora.rank, lora.alpha, lora.layers, base)
+    return config | {"revision": revision} if revision else config

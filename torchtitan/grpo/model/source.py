@@ -126,9 +126,8 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
     return ModelSource(name, family, args, adapter, hf_config, folder, lora)
 
 
-def resolve_and_check(config: Any) -> ModelSource:
-    """`resolve_model` for a run, and what is checked before anything is started: parallelism, and the folder's weights
-    with `[model] weights = "hf"`."""
+def resolve_for_run(config: Any) -> ModelSource:
+    """`resolve_model`, and what is refused of `[model]` beside the folder's files."""
     if not config.model.flavor and config.model.name not in ("", *FAMILIES):
         raise UserError(
             f'[model] name = "{config.model.name}" is no family of flavors ({", ".join(FAMILIES)}): leave it out, and '
@@ -140,6 +139,13 @@ def resolve_and_check(config: Any) -> ModelSource:
             f'[job] dump_folder = "{config.job.dump_folder}" is the model\'s folder ([model] hf_assets_path): name '
             "another one for what the run writes"
         )
+    return source
+
+
+def resolve_and_check(config: Any) -> ModelSource:
+    """`resolve_for_run`, and what is checked before anything is started: parallelism, and the folder's weights with
+    `[model] weights = "hf"`."""
+    source = resolve_for_run(config)
     check_degrees(source, config.parallelism)
     check_compiles(source, config)
     check_chunks(source, config)

@@ -40,7 +40,8 @@ def trial_lines(config: JobConfig, rewards: RewardRunner, prompts: Sequence[Prom
 def _answers(prompt: Prompt, column: str, others: Sequence[str]) -> dict[str, str]:
     """Answers to try, and what each is. The wrong one and the empty one come last."""
     wrong = next((other for other in others if other not in ("", prompt.answer)), "")
-    tried = {"": "", wrong or ODD_ANSWERS[1]: "another row's answer" if wrong else "a wrong answer"}
+    made = ODD_ANSWERS[1] if prompt.answer != ODD_ANSWERS[1] else ODD_ANSWERS[1] * 2
+    tried = {"": "", wrong or made: "another row's answer" if wrong else "a wrong answer"}
     # `[reward] answer_pattern` may look for what is around the answer in its column.
     tried |= {plain(prompt.columns.get(column)): f"the row's own column {column!r}"} if prompt.answer else {}
     tried |= {prompt.answer: "the row's own answer"} | {"": "an empty answer"}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import math
 import re
@@ -15,6 +16,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
 from torchtitan.grpo.errors import UserError, renamed
+from torchtitan.grpo.process.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.group_call import GroupCall
 
@@ -104,7 +106,8 @@ class GuardedEnvironment:
         try:
             async with self._place(call):
                 with renamed(KEY, self.key), self._counted():
-                    samples = await self._environment(client, prompt)
+                    returned = self._environment(client, prompt)
+                    samples = await returned if inspect.isawaitable(returned) else returned
         except (EngineError, FleetError, UserError) as error:
             if not isinstance(error, Refused) or self.is_single_turn or not self._has_worked:
                 raise
@@ -120,6 +123,9 @@ class GuardedEnvironment:
         oldest = -1 if self.is_single_turn else call.oldest()
         try:
             with renamed(KEY, self.key):
+                if samples is returned:  # not awaited: it would stop every other group meanwhile
+                    where = f"{KEY} = {self.name!r} ({source(self._environment)})"
+                    raise UserError(f"{where} gives no coroutine: write it as `async def`")
                 params = client.params
                 group = checked(samples, self.name, params.max_tokens, oldest, params.routes, params.vocab_size)
         except ValueError as error:

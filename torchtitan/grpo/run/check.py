@@ -12,7 +12,7 @@ from torchtitan.grpo.data.conversations import load_conversations
 from torchtitan.grpo.data.overview import overview
 from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.source import resolve_model
+from torchtitan.grpo.model.source import resolve_for_run
 from torchtitan.grpo.policy import losses
 from torchtitan.grpo.run.rollouts import Rollouts
 
@@ -31,9 +31,9 @@ def read_task(config: JobConfig, job: Job) -> list[str]:
     """
     if job == "grpo" and (problems := list(check_secrets(config))):
         raise UserError("; ".join(problems))
+    source = resolve_for_run(config)
     # One process and worker are enough. What reward functions print goes where this process prints.
     config = changed(config, {"job.dump_folder": "", "reward.workers": 1, "rollout.processes": 1})
-    source = resolve_model(config.model, config.training.seq_len, config.lora)
     vocab_size, assets = source.model_args.vocab_size, config.model.hf_assets_path
     tokenizer = load_tokenizer(assets, config.data.chat_template_file, vocab_size)
     end_ids = end_token_ids(tokenizer, assets, vocab_size)

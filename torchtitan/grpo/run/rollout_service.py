@@ -61,6 +61,7 @@ class Service:
         self.channel = channel
         self.resources = ExitStack()
         self.worker: RolloutWorker | None = None
+        self._overview: list[str] = []
         self._stops = False
         self._calls: queue.SimpleQueue[tuple[int, str, int, list[Any], list[memoryview]] | None] = queue.SimpleQueue()
 
@@ -96,13 +97,14 @@ class Service:
     def _prepare(
         self, values: dict[str, Any], vocab_size: int, end_token_ids: list[int], routes: list[int], share: list[int]
     ) -> list[str]:
-        if self.worker is not None:
-            return []
+        if self.worker is not None:  # asked again, after it took another's place
+            return self._overview
         config, model = from_values(values), Model(vocab_size, end_token_ids, RouteShape(*routes) if routes else None)
         tokenizer = load_tokenizer(config.model.hf_assets_path, config.data.chat_template_file, vocab_size)
         show_torch()
         self.worker = RolloutWorker(config, tokenizer, model, self.resources, self._event, Share(*share))
-        return overview(self.worker.prompts, self.worker.held_out, tokenizer)
+        self._overview = overview(self.worker.prompts, self.worker.held_out, tokenizer)
+        return self._overview
 
     def _event(self, name: str, *values: Any) -> None:
         self.channel.send([0, name, list(values)])

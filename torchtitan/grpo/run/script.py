@@ -1,6 +1,7 @@
 """What a training script does with its command line."""
 
 import os
+import sys
 from collections.abc import Callable
 
 from torchtitan.config import JobConfig
@@ -31,6 +32,7 @@ def run_job(argv: list[str], make: Callable[[JobConfig], Run], job: Job) -> int:
         if asked is not None:
             with stdout_to_stderr():
                 text = _planned(argv, asked, job)
+            sys.stdout.reconfigure(errors="backslashreplace")  # prompts may be in any script
             print(text, end="")
             return 0
         config = load_config(argv, job=job)
