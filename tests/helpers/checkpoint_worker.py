@@ -103,7 +103,9 @@ class TinyTrainer:
         self.model = build_model(self.source, config, dims, torch.device("cpu"))
         self.reference = build_model(self.source, config, dims, torch.device("cpu"), trainable=False)
         self.optimizers = build_optimizers([self.model], config.optimizer, dims)
-        self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, 8)
+        self.lr_schedulers = build_lr_schedulers(
+            self.optimizers, config.lr_scheduler, settings.get("training.steps", 8)
+        )
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
         self.step = 0
         self.losses: list[float] = []

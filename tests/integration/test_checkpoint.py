@@ -325,6 +325,12 @@ def test_the_optimizer_settings_of_the_configuration_hold_after_a_resume(tmp_pat
     assert torch.equal(*moments)
 
 
+def test_a_schedule_that_ends_before_the_checkpoint_does_not_keep_it_from_being_loaded(tmp_path):
+    saved_at(tmp_path, 4)
+    shorter = {"training.steps": 2, "lr_scheduler.warmup_steps": 0, "lr_scheduler.decay_ratio": 0.0}
+    assert TinyTrainer(tmp_path, resume=True, settings=shorter).checkpointer.load_latest() == 4
+
+
 def test_the_best_checkpoint_is_kept_also_after_a_resume(tmp_path, caplog):
     caplog.set_level("INFO")
     metric = "validation/greedy_reward"

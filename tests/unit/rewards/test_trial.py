@@ -63,7 +63,7 @@ def test_the_column_is_tried_where_the_pattern_needs_what_is_around_the_answer()
         "       0 in 0.000 s  an empty answer, '': exact_match 0",
     ]
     bare = [replace(each, columns={"answer": each.answer}) for each in (FIRST, OTHER)]
-    assert said(bare, *pattern)[-1].startswith("  the row's own answer gets no more than others")
+    assert said(bare, *pattern)[-1].startswith("  the row's own answer gets NO more than others")
 
 
 def test_each_answer_has_its_seconds_and_failures_are_named():
@@ -71,19 +71,20 @@ def test_each_answer_has_its_seconds_and_failures_are_named():
     assert lines[3].endswith("a wrong answer, 'I do not know.': trial_functions:slow 0.5")
     assert lines[4].startswith("    none in 0.0") and "slow raised ValueError: no answer" in lines[4]
     assert all(0.05 <= float(line.split()[2]) < 0.5 for line in lines[1:5]), "without the start of the worker"
+    assert lines[5] == "  an answer on which a function fails is left out: return 0 for a wrong one"
 
 
 def test_a_function_of_groups_gets_the_answers_at_once():
     lines = said([FIRST, OTHER], "--reward.functions", "trial_functions:of_group,exact_match")
     assert [line.split()[0] for line in lines[1:5]] == ["5", "5", "6", "7"]
     assert len({line.split()[2] for line in lines[1:5]}) == 1, "the seconds of the group"
-    assert lines[1].endswith("trial_functions:of_group 4, exact_match 1") and "gets no more" in lines[5]
+    assert lines[1].endswith("trial_functions:of_group 4, exact_match 1") and "gets NO more" in lines[5]
 
 
 def test_without_answers_or_functions_it_says_what_was_not_tried():
     blank = [replace(each, answer="", columns={}, functions=()) for each in (FIRST, OTHER)]
     lines = said(blank, "--reward.functions", "trial_functions:slow")
-    assert lines[-1] == "  the data has no answer, so no right one was tried" and len(lines) == 4
+    assert lines[-1] == "  the data has no answer, so no right one was tried" and len(lines) == 5
     (line,) = said(blank, "--reward.functions", "", "--rollout.environment", "a:b")
     assert line == "rewards: none are tried, since [reward] functions is empty"
 

@@ -120,7 +120,7 @@ def test_turns_keep_tokens_versions_and_who_said_them() -> None:
     turns.sampled(Completion([12], [-0.3], "length", [8], "http://b"))
     turns.given([])
     sample = turns.sample()
-    assert checked([sample], "m:f", 10) == [
+    assert checked([sample], "m:f", 6) == [
         Sample(
             PROMPT,
             [10, 11, 20, 21, 22, 12],
@@ -141,6 +141,15 @@ def test_what_an_environment_says_first_is_not_trained_on() -> None:
     turns.sampled(Completion([10], [-0.1], "stop", [6]))
     assert turns.sample().loss_mask == [False, True]
     assert turns.sample().finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "ends"), [(4, 2, "stop"), (5, 2, "length"), (3, 4, "length"), (2, 4, "stop"), (0, 7, "length")]
+)
+def test_a_sample_is_cut_by_the_answers_limit_and_not_by_a_turns(tokens: int, prompt: int, ends: str) -> None:
+    """The group's prompt has two tokens, and an answer five. What a sample's own prompt adds counts, too."""
+    sample = Sample(Prompt(0, [1] * prompt, "", ""), [3] * tokens, [0.0] * tokens, [0] * tokens, "length")
+    assert checked([sample], "tests:play", 5, prompt_tokens=2)[0].finish_reason == ends
 
 
 def test_answers_over_the_limit_are_cut_in_every_column() -> None:

@@ -63,9 +63,11 @@ def _lines(rewards: RewardRunner, prompt: Prompt, answers: dict[str, str]) -> It
         said += [f"{function} {why}" for function, why in sample.reward_failures.items()]
         reward = "none" if sample.reward is None else f"{sample.reward:g}"
         yield f"  {reward:>6} in {spent_s:.3f} s  {name}, {text}: {', '.join(said)}"
+    if any(sample.reward is None for sample in samples):
+        yield "  an answer on which a function fails is left out: return 0 for a wrong one"
     if not prompt.answer:
         yield "  the data has no answer, so no right one was tried"
         return
     scores = [-math.inf if sample.reward is None else sample.reward for sample in samples]
     if max(scores[:-2]) <= max(scores[-2:]):
-        yield "  the row's own answer gets no more than others: see [reward] answer_pattern, and docs/rewards.md"
+        yield "  the row's own answer gets NO more than others: see [reward] answer_pattern, and docs/rewards.md"

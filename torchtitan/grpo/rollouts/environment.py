@@ -181,15 +181,19 @@ def checked(
     oldest: int = -1,
     routes: RouteShape | None = None,
     vocab_size: int = ANY_VOCAB,
+    prompt_tokens: int | None = None,
 ) -> Group:
     """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
-    A number in `rewards` that is not finite is left out: it only informs.
+    A number in `rewards` that is not finite is left out: it only informs. A sample that ends at its last turn's own
+    limit, and had tokens left, has stopped.
 
     Args:
         oldest: The weight version of the server at the group's first request. -1: nothing to check.
         routes: The shape of the samples' routes. None: they need none.
         vocab_size: The model's.
+        prompt_tokens: Of the group's prompt. What a sample's prompt has beyond it counts to `max_tokens`. None: of each
+            sample's own.
 
     Raises:
         UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
@@ -230,6 +234,10 @@ def checked(
             sample.finish_reason = "length"
             for column in (sample.token_ids, *columns):
                 del column[max_tokens:]
+        own = len(sample.prompt.token_ids)
+        beyond = own - (own if prompt_tokens is None else prompt_tokens)
+        if sample.finish_reason == "length" and tokens + beyond < max_tokens:
+            sample.finish_reason = "stop"
     return samples
 
 

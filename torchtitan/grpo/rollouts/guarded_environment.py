@@ -127,7 +127,8 @@ class GuardedEnvironment:
                     where = f"{KEY} = {self.name!r} ({source(self._environment)})"
                     raise UserError(f"{where} gives no coroutine: write it as `async def`")
                 params = client.params
-                group = checked(samples, self.name, params.max_tokens, oldest, params.routes, params.vocab_size)
+                given = params.max_tokens, oldest, params.routes, params.vocab_size, len(prompt.token_ids)
+                group = checked(samples, self.name, *given)
         except ValueError as error:
             if isinstance(error, UserError) and not self._has_worked:
                 raise

@@ -172,7 +172,8 @@ def _literal(entry: DatasetRow) -> str:
 def _jsonl(wanted: Wanted) -> DatasetRows:
     path, key = wanted.path, wanted.path_key
     if not os.path.isfile(path):
-        raise UserError(f"[data] {key} = {path!r} is not a file: give a JSONL file, or set [data] source")
+        where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+        raise UserError(f"[data] {key} = {path!r} is not a file{where}: give a JSONL file, or set [data] source")
     if not os.access(path, os.R_OK):
         raise UserError(f"[data] {key} = {path!r} cannot be read: permission denied")
     with open(path, "rb") as file:
