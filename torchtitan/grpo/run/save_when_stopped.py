@@ -75,9 +75,9 @@ def save_when_stopped(run: Run) -> Iterator[None]:
                 raise failure
             _save(run)
             raise stopped(STOPPED, _words(run, f"stopped at step {run.step}"))
-        except Stopped:
-            raise
         except SystemExit as interrupt:
+            if isinstance(interrupt, Stopped) and interrupt.words:
+                raise
             status = interrupt.code if isinstance(interrupt.code, int) else 1
             raise stopped(status, _words(run, f"stopped in step {run.step}, without saving it")) from None
         except Exception as error:
