@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from scripts import make_tiny_model
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.checkpoint.model_card import model_card
 from torchtitan.grpo.config.load import load_config
@@ -104,6 +105,27 @@ def test_a_mixture_names_each_source_and_each_dataset_once():
     gsm8k = f"hf, openai/gsm8k@{COMMIT}, split = "
     assert rows(written)["data"] == f'{gsm8k}"x"; {gsm8k}"train"; arithmetic, source_args = {{ "max" = 9 }}'
     assert written.data.datasets == ["openai/gsm8k"]
+
+
+def test_a_card_says_how_prompts_were_asked():
+    written = card(data={"chat_template": False, "max_prompt_tokens": 16}, reward={"weights": [0.5]})
+    assert "data.chat_template = false\ndata.max_prompt_tokens = 16\n" in written.text
+    assert "reward.weights = [0.5]\n" in written.text
+    sums = {"name": "sums", "chat_template": False}
+    assert all("apply_chat_template" not in each.text for each in (written, card(data={"mixture": [sums]})))
+    assert "tokenizer.apply_chat_template(" in card().text
+
+
+@pytest.mark.parametrize("has_chat", [True, False])
+def test_the_code_of_a_card_answers_a_prompt(has_chat, tmp_path, monkeypatch, capsys):
+    make_tiny_model.main([str(tmp_path), "--weights", "--dim", "16", "--heads", "2", "--layers", "1"])
+    written = card(data={"chat_template": has_chat}, rollout={"max_answer_tokens": 4})
+    code = written.text.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    variables: dict = {}
+    exec(code, variables)
+    assert variables["answer"].shape[1] <= variables["inputs"]["input_ids"].shape[1] + 4
+    assert capsys.readouterr().out.endswith("\n")
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "sft"])

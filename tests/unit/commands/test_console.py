@@ -27,8 +27,10 @@ for words in (["--help"], *([name, "--help"] for name in {list(commands.choices)
     except SystemExit as end:
         print("status", end.code)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    wide = os.environ | {"COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=wide, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == ""
+    assert [line for line in done.stdout.splitlines() if len(line) > 100] == []
     assert done.stdout.count("status 0\n") == 1 + len(commands.choices)
     assert done.stdout.count("usage: torchtitan-grpo ") == 1 + len(commands.choices)
     whole = done.stdout.partition("status")[0]
@@ -39,7 +41,8 @@ for words in (["--help"], *([name, "--help"] for name in {list(commands.choices)
     ("words", "says"),
     [
         ([], "usage: torchtitan-grpo"),
-        (["trane"], "invalid choice: 'trane'"),
+        (["tarin"], 'there is no command tarin (did you mean "train"?)'),
+        (["zzz", "outputs"], "there is no command zzz; --help lists all"),
         (["report", "outputs", "--last"], "usage: torchtitan-grpo report"),
         (["--last", "report", "outputs"], "unrecognized arguments: --last"),
         (["replay", "outputs", "--dry_run"], "replay has no --dry_run and no --check"),
@@ -70,7 +73,9 @@ def test_a_trainer_gets_its_words_as_they_are(monkeypatch):
 def test_a_recipe_comes_with_what_it_names(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert console.run(["recipes"]) == 0
-    listed = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    listed = [line for line in lines if not line.startswith(" ")]
     assert [line.split()[0] for line in listed] == sorted(path.name for path in RECIPES.glob("*.toml"))
     assert all(len(line.split()) > 3 for line in listed)
     assert console.run(["recipes", "verifiers_sums.toml"]) == 0

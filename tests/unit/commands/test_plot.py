@@ -20,7 +20,10 @@ def test_plot_metrics(tmp_path, capsys):
     assert "reward/mean  grpo: last 2.925 +- 0.0354 over 2 seeds" in capsys.readouterr().out
 
     assert console.run([*command, "reward/meen"]) == 2
-    assert capsys.readouterr().err == "error: no run has reward/meen; there are: policy/kl, reward/mean, sft/loss\n"
+    assert capsys.readouterr().err == (
+        'error: no run has reward/meen (did you mean "reward/mean"?); docs/metrics.md lists all, and each line of '
+        "metrics.jsonl has the run's own\n"
+    )
 
 
 def test_plot_takes_mean_and_range_over_seeds_at_each_step():

@@ -135,6 +135,13 @@ def test_turns_keep_tokens_versions_and_who_said_them() -> None:
     assert PROMPT.token_ids == [3, 4, 5], "the prompt is everyone's"
 
 
+def test_a_text_is_no_turn() -> None:
+    turns = Turns(PROMPT)
+    with pytest.raises(TypeError, match="token ids, not a text: client.tokenizer"):
+        turns.given("high")
+    assert turns.token_ids == PROMPT.token_ids
+
+
 def test_what_an_environment_says_first_is_not_trained_on() -> None:
     turns = Turns(PROMPT)
     turns.given([20])

@@ -22,13 +22,32 @@ _SETTINGS = (
     *("optimizer", "lr_scheduler", "training", "grpo", "async_grpo", "lora", "debug.seed"),
     *("sft.steps", "sft.batch_size", "sft.lr", "rollout.temperature", "rollout.max_answer_tokens"),
     *("distill.mode", "distill.coef", "distill.top_k"),
+    *("data.chat_template", "data.max_prompt_tokens", "reward.weights", "validation.prompts"),
 )
 """Sections and keys that a card shows where they differ from their defaults."""
 _PACKAGES = ("torchtitan-grpo", "torchtitan", "torch", "transformers")
 _HELD_OUT = ("/greedy_reward", "/sampled_reward", "/loss")
 _ON_THE_HUB = re.compile(r"([^/@]+/[^/@]+)@[0-9a-f]{40}")
 """What `config.hub.named` makes of an id. Any other name may be a folder."""
-_LOADED_BY = {"hf": ("transformers", "AutoModelForCausalLM"), "adapter": ("peft", "AutoPeftModelForCausalLM")}
+_LOAD = {
+    "hf": """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(".")""",
+    "adapter": """\
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained(".", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(model.active_peft_config.base_model_name_or_path)""",
+}
+_LIBRARY = {"hf": "transformers", "adapter": "peft"}
+_RENDER = """\
+inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)"""
+_RENDER_CHAT = """\
+messages = [{"role": "user", "content": prompt}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
 
 
 def model_card(kind: str, step: int, job: Job, run_config: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
@@ -40,8 +59,9 @@ def model_card(kind: str, step: int, job: Job, run_config: Mapping[str, Any], he
         held_out: Metrics of the validation after this step, none without one.
     """
     config = (defaults := {path: key.default for path, key in keys().items()}) | dict(run_config)
-    base, (library, loader) = config["model.hf_assets_path"], _LOADED_BY[kind]
+    base = config["model.hf_assets_path"]
     tables = config["data.mixture"] or [{}]
+    is_chat = tables[0].get("chat_template", config["data.chat_template"])
     has_weights = config["model.weights"] == "hf"
     is_taught = config["distill.teacher_urls"] and config["distill.mode"] == "only"
     method = "supervised fine-tuning" if job == "sft" else "on-policy distillation" if is_taught else "GRPO"
@@ -61,7 +81,7 @@ def model_card(kind: str, step: int, job: Job, run_config: Mapping[str, Any], he
     front = ModelCardData(
         base_model=next(iter(_ids([base] if has_weights else [])), None),
         datasets=_ids(table.get("path", config["data.path"]) for table in tables) or None,
-        library_name=library,
+        library_name=_LIBRARY[kind],
         pipeline_tag="text-generation",
         tags=["torchtitan", job],
     )
@@ -83,9 +103,12 @@ Settings that differ from their defaults:
 Load it from this folder, or by its id:
 
 ```python
-from {library} import {loader}
+{_LOAD[kind]}
 
-model = {loader}.from_pretrained(".", dtype="auto")
+prompt = "..."
+{_RENDER_CHAT if is_chat else _RENDER}
+answer = model.generate(**inputs, max_new_tokens={config["rollout.max_answer_tokens"]})
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 """
 

