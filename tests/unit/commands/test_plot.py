@@ -21,8 +21,8 @@ def test_plot_metrics(tmp_path, capsys):
 
     assert console.run([*command, "reward/meen"]) == 2
     assert capsys.readouterr().err == (
-        'error: no run has reward/meen (did you mean "reward/mean"?); docs/metrics.md lists all, and each line of '
-        "metrics.jsonl has the run's own\n"
+        'error: no run has reward/meen (did you mean "reward/mean"?); metrics.jsonl and docs/metrics.md '
+        "have all names\n"
     )
 
 

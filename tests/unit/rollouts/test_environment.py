@@ -137,7 +137,7 @@ def test_turns_keep_tokens_versions_and_who_said_them() -> None:
 
 def test_a_text_is_no_turn() -> None:
     turns = Turns(PROMPT)
-    with pytest.raises(TypeError, match="token ids, not a text: client.tokenizer"):
+    with pytest.raises(TypeError, match="token ids, not a text: client"):
         turns.given("high")
     assert turns.token_ids == PROMPT.token_ids
 

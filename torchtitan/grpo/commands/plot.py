@@ -77,9 +77,7 @@ def main(arguments: Namespace) -> int:
     missing = [name for name in arguments.metrics if name not in known]
     if missing:
         said = ", ".join(f"{name}{did_you_mean(name, known)}" for name in missing)
-        raise UserError(
-            f"no run has {said}; docs/metrics.md lists all, and each line of metrics.jsonl has the run's own"
-        )
+        raise UserError(f"no run has {said}; metrics.jsonl and docs/metrics.md have all names")
 
     figure, rows = plt.subplots(
         len(arguments.metrics), 1, figsize=(8, 3.2 * len(arguments.metrics)), squeeze=False, layout="constrained"
