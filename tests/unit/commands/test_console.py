@@ -61,6 +61,14 @@ def test_a_wrong_line_ends_with_2_and_says_why(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_reader_that_has_enough_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*COMMAND, "recipes"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+    os.close(write)
+    assert done.stderr == ""
+
+
 def test_a_trainer_gets_its_words_as_they_are(monkeypatch):
     seen = []
     trainer = SimpleNamespace(main=lambda words: seen.extend(words) or 3)

@@ -4,6 +4,7 @@ and completion need no torch."""
 import importlib
 import inspect
 import os
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter, _SubParsersAction
 from importlib.metadata import version
@@ -62,6 +63,8 @@ def run(words: list[str]) -> int:
         return importlib.import_module(f"torchtitan.grpo.commands.{arguments.command}").main(arguments)
     except PlainError as error:
         return refuse(error)
+    except BrokenPipeError:  # as of `| head`, which has enough
+        return 128 + signal.SIGPIPE
 
 
 def all_commands() -> tuple[ArgumentParser, _SubParsersAction]:

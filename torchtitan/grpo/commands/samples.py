@@ -1,6 +1,5 @@
 """Print a run's samples: prompt, answer, reward and advantage, in colour on a terminal."""
 
-import contextlib
 import itertools
 import sys
 from argparse import Namespace
@@ -83,7 +82,6 @@ def main(arguments: Namespace) -> int:
     if not samples:
         raise UserError("no sample passes these filters")
     colours = sys.stdout.isatty()
-    with contextlib.suppress(BrokenPipeError):  # of `| head`
-        for colour, line in itertools.chain.from_iterable(map(lines_of, samples)):
-            print(f"{colour}{line}\033[0m" if colours and colour else line)
+    for colour, line in itertools.chain.from_iterable(map(lines_of, samples)):
+        print(f"{colour}{line}\033[0m" if colours and colour else line)
     return 0
