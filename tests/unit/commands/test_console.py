@@ -66,7 +66,7 @@ def test_a_reader_that_has_enough_is_no_error():
     os.close(read)
     done = subprocess.run([*COMMAND, "recipes"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
     os.close(write)
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_trainer_gets_its_words_as_they_are(monkeypatch):

@@ -4,7 +4,6 @@ and completion need no torch."""
 import importlib
 import inspect
 import os
-import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter, _SubParsersAction
 from importlib.metadata import version
@@ -64,7 +63,7 @@ def run(words: list[str]) -> int:
     except PlainError as error:
         return refuse(error)
     except BrokenPipeError:  # as of `| head`, which has enough
-        return 128 + signal.SIGPIPE
+        return 0
 
 
 def all_commands() -> tuple[ArgumentParser, _SubParsersAction]:
