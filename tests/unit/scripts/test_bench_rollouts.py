@@ -224,12 +224,12 @@ def test_a_mode_end_to_end_on_a_cpu(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if row.get("mode")]
     assert row["mode"] == "in_flight_age1" and row["steps"] == 2
-    # The lengths are those of the data: every answer was cut where it says.
+    # The lengths are those of the data, which end most answers before their limit.
     data = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     logged = [json.loads(line) for line in (tmp_path / "in_flight_age1" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in logged if line.get("step", 0) > 0]
     assert 4 <= len(steps) < 1000  # ended soon after the last that is measured
-    assert all(line["rollout/truncated_fraction"] == 1.0 for line in steps)
+    assert all(line["rollout/truncated_fraction"] < 0.5 for line in steps)
     # A run that is ended late has begun the data again.
     passes = math.ceil(len(steps) * bench.PRESETS["cpu"]["prompts"] / len(data))
     tokens_of_data = sum(sum(row[long_tail.LENGTHS]) for row in data)
