@@ -33,13 +33,23 @@ SUMS = ["1+1=", "2+1=", "1+2=" * 8, "3+1=", "4+1=", "1+1="]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def begun() -> list[ForkedBesides]:
+    """The rollout processes of a test."""
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[ForkedBesides]) -> Path:
+    def start(descriptor: int, hides_torch: bool = True) -> ForkedBesides:
+        begun.append(ForkedBesides(descriptor, hides_torch))
+        return begun[-1]
+
     begin_imports()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "task", raising=False)
     monkeypatch.setattr(script, "init_log_lines", lambda: None)
-    monkeypatch.setattr(rollout_process, "start", ForkedBesides)  # its imports take two seconds
+    monkeypatch.setattr(rollout_process, "start", start)  # its imports take two seconds
     monkeypatch.delenv("RANK", raising=False)
     rows = [{"question": question, "answer": str(eval(question[:3]))} for question in SUMS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -47,12 +57,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def children() -> set[int]:
-    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
-
-
-def test_a_check_prints_counts_a_prompt_and_rewards_and_leaves_nothing(folder: Path, capfd: pytest.CaptureFixture):
-    files, running = set(folder.rglob("*")), children()
+def test_a_check_prints_counts_a_prompt_and_rewards_and_leaves_nothing(
+    folder: Path, begun: list[ForkedBesides], capfd: pytest.CaptureFixture
+):
+    files = set(folder.rglob("*"))
     assert grpo_train.main([*ROWS, *HELD_OUT, "--check", "h100"]) == 0
     said = re.sub(r"in 0\.00\d s", "in 0.000 s", capfd.readouterr().out)
     tomllib.loads(said)  # nothing else is on stdout
@@ -70,7 +78,7 @@ def test_a_check_prints_counts_a_prompt_and_rewards_and_leaves_nothing(folder: P
         "# Read: the task and config.json of the model. No weights and no server were looked at\n"
     )
     assert "memory of one rank on H100" in said and "# GPUs: 2 in all" in said, "and the plan"
-    assert set(folder.rglob("*")) == files and children() == running
+    assert set(folder.rglob("*")) == files and [each.poll() for each in begun] == [0]
 
 
 @pytest.mark.parametrize(

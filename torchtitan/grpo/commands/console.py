@@ -118,7 +118,7 @@ def sft(parser: ArgumentParser) -> None:
 def evaluate(parser: ArgumentParser) -> None:
     """A model's answers to held-out prompts, scored.
 
-        torchtitan-grpo evaluate outputs/quickstart/checkpoint/step-120
+        torchtitan-grpo evaluate outputs/quickstart/checkpoint/step-100
         torchtitan-grpo evaluate models/Qwen3-0.6B --job.config_file run.toml --engine vllm
 
     The servers are started and stopped. Held-out sets, rewards and lengths are those of the

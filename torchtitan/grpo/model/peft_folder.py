@@ -61,6 +61,8 @@ def adapter_config(source: ModelSource) -> dict[str, object]:
     if lora is None:
         raise ValueError("a model without adapters has no adapter_config.json")
     folder = str(source.folder)
-    base, _, revision = named(folder).rpartition("@") if named(folder) != folder else (folder, "", "")
+    base, revision = named(folder), ""
+    if base != folder:
+        base, _, revision = base.rpartition("@")
     config = peft_config(lora.rank, lora.alpha, lora.layers, base)
     return config | {"revision": revision} if revision else config
