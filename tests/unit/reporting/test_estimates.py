@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from statistics import fmean, pvariance
 
 import pytest
@@ -75,6 +76,22 @@ def test_estimates_of_a_set():
     assert result["majority_at_6"].mean == pytest.approx((0.5 + 1 / 6) / 2)
     alone = estimates(HeldOutAnswers(HeldOut("", [], 1, 1.0, 8), greedy, greedy), ONE)
     assert list(alone) == ["greedy_reward", "sampled_reward", "pass_at_1"]
+
+
+def test_several_rewards_have_their_own_means_too():
+    def scored(*rewards: dict[str, float]) -> list[Sample]:
+        return [replace(sample("2", sum(each.values())), rewards=each) for each in rewards]
+
+    greedy = [scored({"right": 1.0, "short": 0.5}), scored({"right": 0.0, "short": 0.0})]
+    sampled = [scored({"right": 1.0, "short": 0.2}, {"right": 0.0}), scored({"right": 1.0, "short": 0.4}, {})]
+    result = estimates(HeldOutAnswers(HeldOut("", [], 2, 1.0, 8), greedy, sampled), ONE)
+    means = {name: estimate.mean for name, estimate in result.items() if "/" in name}
+    assert means == {
+        "greedy_reward/right": 0.5,
+        "greedy_reward/short": 0.25,
+        "sampled_reward/right": 0.75,
+        "sampled_reward/short": pytest.approx(0.3),
+    }
 
 
 def test_a_full_reward_counts_the_functions_of_the_prompt():

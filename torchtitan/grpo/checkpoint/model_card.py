@@ -40,7 +40,8 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
 model = AutoPeftModelForCausalLM.from_pretrained(".", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained(model.active_peft_config.base_model_name_or_path)""",
+base = model.active_peft_config
+tokenizer = AutoTokenizer.from_pretrained(base.base_model_name_or_path, revision=base.revision or "main")""",
 }
 _LIBRARY = {"hf": "transformers", "adapter": "peft"}
 _RENDER = """\

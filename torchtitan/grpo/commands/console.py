@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter, _SubParsersAction
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,7 +49,10 @@ def run(words: list[str]) -> int:
         return importlib.import_module(WHOLE_LINE[name]).main(words[1:])
     arguments, flags = parser.parse_known_args(words)
     if arguments.version:
-        print(f"{NAME} {version(NAME)}")
+        try:
+            print(f"{NAME} {version(NAME)}")
+        except PackageNotFoundError:
+            print(f"{NAME}, from a checkout that is not installed: {Path(__file__).parents[3]}")
         return 0
     if not arguments.command:
         parser.print_help(sys.stderr)

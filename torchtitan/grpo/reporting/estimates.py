@@ -35,6 +35,7 @@ def over_prompts(values: Sequence[float]) -> Estimate:
 def estimates(answers: HeldOutAnswers, reward: Reward) -> dict[str, Estimate]:
     """Mean rewards, pass@k for k = 1, 2, 4 ... n and majority@n of one held-out set, by metric name.
 
+    Where several rewards add up to one, `greedy_reward/<name>` and `sampled_reward/<name>` are their own means.
     n is the number of sampled answers per prompt. An answer without a reward counts nowhere; k is then asked of prompts
     with k others only. A metric without any prompt is left out.
     """
@@ -43,6 +44,10 @@ def estimates(answers: HeldOutAnswers, reward: Reward) -> dict[str, Estimate]:
         "greedy_reward": [fmean(rewards) for group in answers.greedy if (rewards := _rewards(group))],
         "sampled_reward": [fmean(_rewards(group)) for group in scored if group],
     }
+    names = sorted({name for group in answers.groups for sample in group for name in sample.rewards})
+    for name in names if len(names) > 1 else ():
+        values[f"greedy_reward/{name}"] = _means(answers.greedy, name)
+        values[f"sampled_reward/{name}"] = _means(answers.sampled, name)
     n = max(map(len, answers.sampled), default=0)
     right = [[is_right(sample, reward) for sample in group] for group in scored]
     for k in pass_counts(n):
@@ -50,6 +55,12 @@ def estimates(answers: HeldOutAnswers, reward: Reward) -> dict[str, Estimate]:
     if n > 1:
         values[f"majority_at_{n}"] = [majority(group, reward) for group in scored if len(group) == n]
     return {name: over_prompts(own) for name, own in values.items() if own}
+
+
+def _means(groups: Sequence[Group], name: str) -> list[float]:
+    """One reward's mean of each group that has it."""
+    found = [[sample.rewards[name] for sample in group if name in sample.rewards] for group in groups]
+    return [fmean(of_group) for of_group in found if of_group]
 
 
 def _rewards(group: Group) -> list[float]:
