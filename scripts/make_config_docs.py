@@ -13,7 +13,7 @@ from torchtitan.grpo.config.keys import TABLES, Key, keys, label, show, table_ke
 from torchtitan.grpo.config.other_trainers import TRAINERS  # noqa: E402
 from torchtitan.grpo.config.ranges import Range  # noqa: E402
 from torchtitan.grpo.config.tables import INHERITED  # noqa: E402
-from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys  # noqa: E402
+from torchtitan.grpo.config.unsupported import honoured_keys  # noqa: E402
 
 HEAD = """# Configuration
 
@@ -26,24 +26,14 @@ A run is a TOML file, and flags that override it:
 * Each key is `[section] key` in the file and `--section.key value` as a flag. Lists in flags are comma-separated;
   booleans are `--section.key` and `--section.no-key`, or `true` and `false`.
 * Unknown keys, wrong types, numbers out of range and contradictions stop the run before it starts. The exit code is 2,
-  and one message names all problems. For a common name of another trainer it has the key that does the same:
-  [coming from TRL, verl, prime-rl or NeMo-RL](coming_from.md).
+  and one message names all problems. For a common name of another trainer it has the key that does the same
+  ([coming from TRL, verl, prime-rl or NeMo-RL](coming_from.md)).
 * `--dry_run` prints the keys that differ from their defaults, and the plan: batch, memory of a rank and of a node,
-  GPUs, servers, disk. `--check` does the same and also reads the task ([data.md](data.md#see-it-before-it-trains)).
-  They are two flags because a plan needs `config.json` alone, and a check data and your code. Neither starts a run.
-  `--check h100 full` plans for that GPU and prints all keys. `--version` prints the version.
+  GPUs, servers, disk. It needs `config.json` alone. `--check` also reads your data and code
+  ([data.md](data.md#see-it-before-it-trains)). `--check h100 full` plans for that GPU and prints all keys.
 * The sections are those of [torchtitan](https://github.com/pytorch/torchtitan) 0.2.2 and of this project. Defaults that
-  differ from torchtitan's are marked.
+  differ from torchtitan's are marked. Its keys that this page does not have are refused, with the reason.
 """
-
-UNSUPPORTED_HEAD = """
-## torchtitan's keys that have no effect here
-
-Setting a key of torchtitan's that this page does not have is an error. For these the message has a reason. A section
-stands for its keys, `name_*` for all keys with that prefix.
-
-| key | reason |
-|---|---|"""
 
 COMING_FROM_HEAD = """# Coming from TRL, verl, prime-rl or NeMo-RL
 
@@ -51,7 +41,7 @@ COMING_FROM_HEAD = """# Coming from TRL, verl, prime-rl or NeMo-RL
      scripts/coming_from.toml: edit there, then run it. -->
 
 You need not translate a configuration by hand. Write your names into the TOML file or on the command line: the message
-that refuses them has the key for each. This page has all [names](#keys), and what differs in meaning.
+that refuses them has the key for each, or says why there is none.
 
     python grpo_train.py --job.config_file run.toml --grpo.num_generations 8
     error: unknown flag --grpo.num_generations: did you mean --grpo.group_size?
@@ -82,12 +72,6 @@ def page() -> str:
         for key in table_keys(path, own_only=True).values():
             default = f"`{INHERITED[key.name]}`" if key.name in INHERITED else _default(key)
             lines.append(f"| `{key.name}` | {default} | {_values(key)} | {_cell(key.meaning)} |")
-    lines.append(UNSUPPORTED_HEAD)
-    reasons: dict[str, list[str]] = {}
-    for entry, why in UNSUPPORTED.items():
-        shown = f"{entry}*" if entry.endswith("_") else entry if "." in entry else f"[{entry}]"
-        reasons.setdefault(why, []).append(f"`{shown}`")
-    lines += [f"| {', '.join(shown)} | {_cell(why)} |" for why, shown in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -98,23 +82,15 @@ def coming_from() -> str:
     for trainer, subjects in meanings.items():
         lines += ["", f"## {trainer}", ""]
         lines += [_wrapped(f"* **{subject}.** {text}", indent="  ") for subject, text in subjects.items()]
-    same: set[str] = set()
     entries: dict[str, dict[str, dict[str, list[str]]]] = {}
     for trainer, names in TRAINERS.items():
         for name, entry in names.items():
             key, _, note = (part.strip() for part in entry.partition(":"))
-            if name == key.rpartition(".")[2]:
-                same.add(f"`{label(key)}`")
-                continue
-            entries.setdefault(key, {}).setdefault(note, {}).setdefault(name, []).append(trainer)
-    none = entries.pop("")
+            if name != key.rpartition(".")[2]:
+                entries.setdefault(key, {}).setdefault(note, {}).setdefault(name, []).append(trainer)
     lines += ["", "## Keys", "", "| here | there |", "|---|---|"]
     for key in (k for k in keys() if k in entries):
         lines.append(_counterparts(key, entries[key]))
-    lines += ["", _wrapped(f"These have the same name there: {', '.join(sorted(same))}.")]
-    lines += ["", "These have no counterpart:", ""]
-    for note, names in none.items():
-        lines.append(_wrapped(f"* {', '.join(f'`{name}`' for name in sorted(names))}: {note}.", indent="  "))
     return "\n".join(lines) + "\n"
 
 

@@ -115,7 +115,7 @@ class Validation:
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="greedy answers are measured too")] = 1.0
     """Temperature of the sampled answers."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Sampled answers keep the most likely tokens that have this probability together. Training has no such key
+    """Sampled answers keep the most likely tokens that have this probability together. Training has none
     (docs/engines.md)."""
     sets: list[HeldOutSet] = field(default_factory=list)
     """Several held-out sets, as `[[validation.sets]]` tables. Empty: one for each source of the training data."""
@@ -132,18 +132,18 @@ class Grpo:
     `proximal_logprobs` is `sampler`."""
     advantage_baseline: Literal["mean", "leave_one_out"] | ImportPath = "mean"
     """What a reward is compared with: the group's mean (GRPO), the mean of the other answers (RLOO), or a function of
-    your own (docs/rewards.md)."""
+    your own (docs/from_python.md)."""
     advantage_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO). Dr. GRPO sets false."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
-    """Groups of equal rewards, before any KL is subtracted. `keep` counts their tokens in the normaliser, `drop` leaves
-    them out, `replace` samples other prompts (DAPO), up to four times a step's groups."""
+    """Groups of equal rewards, before any KL is subtracted. `keep` counts their tokens in the loss's mean, `drop`
+    leaves them out, `replace` samples other prompts (DAPO), up to four times a step's groups."""
     oversampling: Annotated[float, Range(at_least=0)] = 0.0
     """Extra groups in flight, as a share of `prompts_per_step`. A step takes the first to finish; the rest serve the
     next step if young enough, or are cancelled."""
     policy_loss: Literal["ppo", "gspo", "cispo"] | ImportPath = "ppo"
     """Clipped token ratio (PPO, GRPO, DAPO), clipped sequence ratio (GSPO), clipped weights with all gradients kept
-    (CISPO), or a function of your own (docs/rewards.md)."""
+    (CISPO), or a function of your own (docs/from_python.md)."""
     ratio_clip_min: Annotated[float, Range(above=0, at_most=1, why="ratios are held above 1 - ratio_clip_min")] = 0.2
     """Ratios stay above 1 - ratio_clip_min. GSPO's paper uses about 3e-4 on both sides; 1.0 leaves the lower side open,
     as CISPO does."""
@@ -163,7 +163,7 @@ class Grpo:
     """Denominator of the clipped ratio. `recompute`: the trainer's policy at the start of the step, with importance
     weights for the sampler (decoupled PPO). `sampler`: the sampler's own probabilities."""
     importance_correction: Literal["none", "truncate", "mask"] = "truncate"
-    """For the sampler's different probabilities: truncate importance weights, or mask those out of bounds."""
+    """Where the sampler's probabilities differ: truncate importance weights, or mask those out of bounds."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance weight of a token: its own ratio, or the product over the sequence."""
     importance_min: Annotated[float, Range(at_least=0)] = 0.0
@@ -195,19 +195,17 @@ class AsyncGrpo:
     """How far ahead to sample within the age limit. `auto`: as far as keeps the trainer busy and lets long answers be
     in time. `full`: as far as the limit allows."""
     in_flight_weight_updates: bool = True
-    """Update weights in the middle of answers. False lets running answers finish first, so each server idles until its
-    longest is done."""
+    """Update weights in the middle of answers. False lets running answers finish first."""
     recompute_kv_cache_after_weight_updates: Annotated[
         bool, Needs("async_grpo.in_flight_weight_updates", why="else no answer is running when weights change")
     ] = True
     """Recompute keys and values of running answers after an update. False is faster, but the sampler's
     log-probabilities then belong to no single version."""
     late_groups: Annotated[Literal["wait", "drop"], Needs("async_grpo.enabled")] = "wait"
-    """Groups that are unfinished at a step and would be too old for the next. Dropping biases training toward short
-    answers."""
+    """Groups that would be too old for the next step. Dropping biases training toward short answers."""
     order_window: Annotated[int, Range(at_least=0), Needs("async_grpo.enabled")] = 0
-    """A step takes finished groups from this many oldest, so that short answers do not displace long ones. 0: all in
-    flight; `prompts_per_step` keeps the data's order."""
+    """A step takes finished groups from this many oldest. 0: all in flight; `prompts_per_step` keeps the data's
+    order."""
 
     @property
     def max_age(self) -> int:
@@ -223,20 +221,17 @@ class AsyncGrpo:
 @dataclass
 class Rollout:
     engine: Annotated[str, tuple(COMMANDS)] = "embedded"
-    """Inference server (docs/engines.md). `embedded` is a small one of this project; `vllm` and `sglang` are faster."""
+    """Inference server (docs/engines.md). `embedded` is a small one of this project, for CPUs."""
     replicas: Annotated[int, Range(at_least=0, at_most=256)] = 0
-    """Servers that the run starts and keeps alive, instead of `urls`, on the machine's GPUs after the trainers' or
-    where Ray places them (docs/servers.md). 0: those of `urls`; with `embedded` and no `urls` 1, on rank 0's GPU if no
-    other is free."""
+    """Servers that the run starts and keeps alive, instead of `urls` (docs/servers.md). 0: those of `urls`; with
+    `embedded` and no `urls` 1."""
     colocate: bool = False
-    """The run starts a vLLM or embedded server on the GPU of each trainer process and keeps it alive. For one machine:
-    docs/colocate.md."""
+    """The run starts a vLLM or embedded server on the GPU of each trainer process, on one machine
+    (docs/colocate.md)."""
     memory_share: Annotated[float, Range(above=0, below=1), Needs("rollout.colocate")] = 0.3
-    """The server's share of the GPU's memory (vLLM's `--gpu-memory-utilization`). The trainer is held to the rest;
-    `--dry_run` adds both up."""
+    """The server's share of the GPU's memory (vLLM's `--gpu-memory-utilization`). The trainer is held to the rest."""
     sleep_while_training: Annotated[bool, Needs("rollout.colocate")] = False
-    """The server gives up its memory while the trainer trains, so each side may have almost the whole GPU in turn. For
-    sync runs of all weights: docs/colocate.md."""
+    """The server gives up its memory while the trainer trains. For sync runs of all weights (docs/colocate.md)."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64), Needs("rollout.replicas"), _OTHER_ENGINE] = 1
     """GPUs of each server, which splits the model over them (tensor parallelism)."""
     server_python: Annotated[str, Needs("rollout.replicas"), _OTHER_ENGINE] = ""
@@ -247,13 +242,11 @@ class Rollout:
     urls: list[str] = field(default_factory=list)
     """Base addresses of running servers."""
     urls_file: str = ""
-    """Text file with one base address per line, instead of `urls`. It is read again when it changes, so servers can
-    join and leave."""
+    """Text file with one base address per line, instead of `urls`; read again when it changes."""
     min_servers: Annotated[int, Range(at_least=1)] = 1
     """The run stops when fewer are left. Lost ones are retried until they return."""
     api_key_env: str = ""
-    """Environment variable with the servers' API key, which is never written or logged. By itself vLLM asks for it on
-    some routes only: docs/engines.md."""
+    """Environment variable with the servers' API key, which is never written or logged (docs/engines.md)."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="vLLM raises lower ones to 0.01")] = 1.0
     """Sampling temperature, also of the trainer's log-probabilities."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 512
@@ -263,23 +256,21 @@ class Rollout:
     stop: list[str] = field(default_factory=list)
     """Texts that end an answer, such as `</answer>`. The answer keeps the token that completes one."""
     record_gib: Annotated[float, Range(at_least=0, at_most=1e6)] = 0.0
-    """Keep what each step is trained on, for `torchtitan-grpo replay`: up to this many GiB of compressed files in
-    `job.dump_folder`/rollouts, oldest removed first. 0: nothing."""
+    """Keep what each step is trained on (docs/replay.md): up to this many GiB of files, oldest removed first. 0:
+    nothing."""
     environment: str = ""
     """Multi-turn rollouts (docs/environments.md): `verifiers:NAME`, `openenv:URL`, or your own `module:function` or
     `module:Class`. `endpoint`: a harness outside plays them. Empty: one answer per prompt."""
     environment_args: Annotated[dict, Needs("rollout.environment")] = field(default_factory=dict)
-    """Its arguments. It refuses those that it does not take."""
+    """Its arguments."""
     environment_concurrency: Annotated[int, Range(at_least=0)] = 0
-    """Groups, or samples if it works on each by itself, that it works on at once; 0: as many as are asked. Set it where
-    each costs a process or a container."""
+    """Groups, or samples if it works on each by itself, that it works on at once; 0: as many as are asked."""
     serve_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
-    """Port of an OpenAI-compatible endpoint of the run, for environments and harnesses that speak HTTP:
-    docs/endpoint.md. 0: none."""
+    """Port of the run's OpenAI-compatible endpoint (docs/endpoint.md). 0: none."""
     serve_host: Annotated[str, Needs("rollout.serve_port")] = "127.0.0.1"
     """Its address. Beyond this machine, as with `0.0.0.0`, it needs `serve_key_env`."""
     serve_key_env: Annotated[str, Needs("rollout.serve_port")] = ""
-    """Environment variable with the API key that it asks for, which is never written or logged."""
+    """Environment variable with the API key that it asks for."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Seed each request from `debug.seed`, so that answers repeat; vLLM is slower with seeds. `auto` leaves them out
     for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
@@ -298,8 +289,8 @@ class Rollout:
     """Longest wait for a server to be healthy, at the start and after each restart with `replicas`. With `ray.enable`
     also for room in the cluster."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
-    """Largest mean |trainer - sampler| log-probability of a server, over tokens of the trained version; docs/metrics.md
-    has the limit for older ones. Above it the server is fed again, or the run stops if there is no other."""
+    """Largest mean |trainer - sampler| log-probability of a server, over tokens of the trained version
+    (docs/metrics.md). Above it the server is fed again, or the run stops if there is no other."""
 
     @property
     def lease_seconds(self) -> float:
@@ -318,8 +309,7 @@ class WeightSync:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of published weights. `auto` is the servers' own: bfloat16 on CUDA, float32 on CPU."""
     async_weight_update: bool = False
-    """Send weights in the background: a publish copies the shards and returns, and the newest waiting version is sent.
-    False waits in each step for every server."""
+    """Send weights in the background (docs/weight_sync.md). False waits in each step for every server."""
     straggler_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1.0
     """How long one server may delay the others in a push. Then it leaves traffic, and catches up alone from a copy in
     host memory."""
@@ -328,8 +318,7 @@ class WeightSync:
     waits while a version is being sent."""
     buffer_memory_ratio: Annotated[float, Range(above=0, at_most=1)] = 0.05
     """Share of device memory for the two buckets in flight, of a GiB each at most; a larger tensor gets one of its own.
-    With several trainer ranks, rank 0 gathers into one more; a single rank needs none if it sends its snapshots as they
-    are."""
+    With several trainer ranks, rank 0 gathers into one more."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait for one phase of a publish. The error names server, phase, version and bytes."""
     verify: bool = True
@@ -339,15 +328,13 @@ class WeightSync:
 @dataclass
 class Lora:
     enable: bool = False
-    """Train low-rank adapters beside frozen weights, which are held in `training.mixed_precision_param` (docs/lora.md).
-    With `grpo_train.py` servers load these themselves and get adapters only."""
+    """Train low-rank adapters beside frozen weights (docs/lora.md)."""
     rank: Annotated[int, Range(at_least=1, at_most=512, why="vLLM serves none above"), Needs("lora.enable")] = 16
     """Rank of each update. 16 trains about 1 % of a small model's parameters."""
     alpha: Annotated[float, Range(above=0), Needs("lora.enable")] = 32.0
     """The update is `alpha / rank` times the product of the two matrices."""
     target_modules: Annotated[list[str], Needs("lora.enable")] = field(default_factory=lambda: ["all-linear"])
-    """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear`, every linear layer of the blocks, learns
-    more than attention alone."""
+    """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear`: every linear layer of the blocks."""
     merge: Annotated[
         bool,
         Needs("lora.enable"),
@@ -361,8 +348,7 @@ class Lora:
 @dataclass
 class Offload:
     offload_optimizer_states_for_logprob: bool = False
-    """Keep the optimizer state in pinned host memory while old and reference log-probabilities are computed, so that
-    longer rows fit there."""
+    """Keep the optimizer state in pinned host memory while old and reference log-probabilities are computed."""
     optimizer_states: Literal["device", "host"] = "device"
     """`host` keeps the optimizer state in pinned memory and streams it through the device each step: 8 bytes each way
     per parameter in float32."""
@@ -377,8 +363,7 @@ class Data:
     source: Annotated[str, tuple(SOURCES)] = "arithmetic"
     """Where rows come from (docs/data.md)."""
     source_args: Annotated[dict, _read_by("source_args")] = field(default_factory=dict)
-    """Arguments for the source (docs/data.md), as in `{ max = 39 }` for `arithmetic`. It refuses those that it does not
-    take."""
+    """Arguments for the source (docs/data.md), as in `{ max = 39 }` for `arithmetic`."""
     path: Annotated[str, _read_by("path")] = ""
     """JSONL file. With `source = "hf"`: dataset folder, or its id on the hub, as in `openai/gsm8k` or, with a revision,
     `openai/gsm8k@main`."""
@@ -453,9 +438,8 @@ class Reward:
     """Longest time for one function on one answer, after which the score has failed. A function of a whole group has as
     much for each answer."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
-    """Largest share of a step's or validation's answers on which a reward function or the environment failed; they are
-    left out of their groups. Above it, and if all failed, the run ends; in training an outage may last for
-    `rollout.group_timeout_seconds` first."""
+    """Largest share of a step's or validation's answers on which a reward function or the environment failed, before
+    the run ends. In training an outage may last for `rollout.group_timeout_seconds` first."""
     secrets: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY, TOKEN,
     SECRET, PASSWORD or the like are kept from worker processes."""
@@ -514,8 +498,8 @@ class Ray:
     """Who calls each step. `loop`: each rank runs the whole loop, as under torchrun. `compiled` and `remote`: the
     driver, through one Compiled Graph on each node or by remote calls."""
     expose_servers: Annotated[bool, Needs("ray.enable"), Needs("rollout.replicas")] = False
-    """Let servers of `rollout.replicas` be on other nodes than rank 0's, at their node's address: whoever reaches one
-    can replace its weights, so name a key in `rollout.api_key_env`. False: rank 0's node, loopback address."""
+    """Let servers of `rollout.replicas` be on other nodes than rank 0's, at their node's address. Whoever reaches one
+    can replace its weights: name a key in `rollout.api_key_env`."""
     max_restarts: Annotated[int, Range(at_least=0, at_most=1000)] = 3
     """Times that a run whose rank failed, died or hung is started again, from its newest checkpoint; never with
     `[checkpoint] enable = false`."""

@@ -47,8 +47,7 @@ class Model:
 @dataclass
 class Optimizer:
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-6
-    """Learning rate. Full fine-tuning by RL uses 1e-6 where pre-training uses 8e-4, since policy gradients are
-    noisy."""
+    """Learning rate. RL of all weights uses about 1e-6, since policy gradients are noisy."""
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     """Decay rate of the mean gradient."""
     beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
@@ -56,13 +55,13 @@ class Optimizer:
     eps: Annotated[float, Range(above=0, at_most=1)] = 1e-8
     """Added to the denominator, against division by zero."""
     weight_decay: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Weight decay. Off, because shrinking trained weights does not serve the reward."""
+    """Weight decay."""
 
 
 @dataclass
 class LRScheduler:
     warmup_steps: Annotated[int, Range(at_least=0)] = 0
-    """Steps of linear warm-up. torchtitan's 200 are more than many RL runs have."""
+    """Steps of linear warm-up."""
     total_steps: Annotated[int | None, Range(at_least=1)] = None
     """Length of the schedule. None: `training.steps`."""
     decay_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
@@ -82,8 +81,7 @@ class Training:
     tokens_per_microbatch: Annotated[int, Range(at_least=0)] = 0
     """Tokens of one packed forward and backward pass on one data-parallel rank. 0: `training.seq_len`."""
     share_prompts: bool = True
-    """Compute a prompt once for the answers of its group that are in one row. The result is the same but for
-    rounding."""
+    """Compute a prompt once for the answers of its group that are in one row."""
     kept_logits_mib: Annotated[int, Range(at_least=0)] = 2048
     """Logits kept from forward to backward, in MiB; the rest are recomputed. 16k answer tokens of Qwen3 take 9.3 GiB,
     or 4.6 GiB with `logits_dtype = "model"`."""
@@ -91,8 +89,8 @@ class Training:
     """Type of the logits. `model` rounds them to `mixed_precision_param`: half the memory in bfloat16, and trainer and
     sampler differ by more (docs/metrics.md)."""
     reduce_gradients: Literal["auto", "microbatch", "step"] = "auto"
-    """When sharded ranks gather parameters and reduce gradients: per packed row, or once per optimizer `step`, which
-    saves traffic but keeps all weights and gradients on each rank. `auto` is `step` up to a billion parameters."""
+    """When sharded ranks gather parameters and reduce gradients: per packed row, or per optimizer `step`, which saves
+    traffic but keeps all weights and gradients on each rank. `auto` is `step` up to a billion parameters."""
     flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
     """bfloat16 attention kernels on GPUs: torch's (`FA2`), or `flash-attn-4`, faster on Hopper and Blackwell. `auto`
     takes `FA4` if it is installed and agrees with `FA2` in a trial at the start."""
@@ -104,22 +102,21 @@ class Parallelism:
     """Trainer processes that the run is made for: a dry run plans so many, and a run with another number is refused.
     0: any number."""
     data_parallel_replicate_degree: Annotated[int, Range(at_least=0)] = 0
-    """Copies of the model. Above 1, with shards in each, is HSDP. 0: one for each node if it fits there by the estimate
-    of `--dry_run`, else one; on one node always one."""
+    """Copies of the model. Above 1, with shards in each, is HSDP. 0: one for each node if it fits there by `--dry_run`,
+    else one."""
     tensor_parallel_degree: Annotated[int, Range(at_least=1)] = 1
     """Ranks that share each layer."""
     context_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Ranks that share each packed row, for documents that one GPU has no room for: positions, and in attention heads
-    (Ulysses). Weights are sharded over them too."""
+    """Ranks that share each packed row (Ulysses), for documents that one GPU has no room for. Weights are sharded over
+    them too."""
     expert_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Ranks, of those that shard the model, that share a layer's experts (docs/moe.md): tokens travel, and experts are
-    not gathered. 1: each gathers all."""
+    """Ranks, of those that shard the model, that share a layer's experts (docs/moe.md). 1: each gathers all."""
 
 
 @dataclass
 class Metrics:
     enable_tensorboard: bool = True
-    """Write TensorBoard files. On, because the reward curve is the first thing to look at."""
+    """Write TensorBoard files."""
     samples_per_step: Annotated[int, Range(at_least=0)] = 4
     """Answers written to `samples.jsonl` at each step. 0 writes none."""
     prometheus_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
@@ -129,7 +126,7 @@ class Metrics:
 @dataclass
 class Checkpoint:
     enable: bool = True
-    """Save checkpoints. On, because without them the trained weights are lost at the end."""
+    """Save checkpoints. Without them the trained weights are lost at the end."""
     folder: str = "checkpoint"
     """Folder of checkpoints in `job.dump_folder`."""
     interval: Annotated[int, Range(at_least=1)] = 20
@@ -169,16 +166,14 @@ class ActivationCheckpoint:
         bool,
         Needs("activation_checkpoint.mode", "full", why='it moves the inputs of blocks, all that "full" keeps'),
     ] = False
-    """Keep the inputs of blocks in pinned host memory from forward to backward, all but two: longer rows fit, with
-    bitwise the same results."""
+    """Keep the inputs of blocks in pinned host memory from forward to backward, so that longer rows fit."""
     mlp_chunk_tokens: Annotated[
         int,
         Range(at_least=0),
         Needs("activation_checkpoint.mode", "full", why="the backward pass computes each chunk again by itself"),
     ] = 0
     """Feed-forward layers compute so many tokens of a row at a time, so that longer rows fit. Backward computes them
-    once more and adds their weights' gradients chunk by chunk, in bfloat16 too: eight chunks double the rounding. 0:
-    the whole row."""
+    once more, and in bfloat16 eight chunks double the rounding of gradients. 0: the whole row."""
 
 
 @dataclass
@@ -190,11 +185,11 @@ class Comm:
 @dataclass
 class Debug:
     seed: Annotated[int, Range(at_least=0, below=2**32, why="NumPy takes no other")] = 42
-    """Seed of weights, data order and sampling. torchtitan's default is random."""
+    """Seed of weights, data order and sampling."""
     hang_seconds: Annotated[float, Range(at_least=0)] = 3600.0
     """Time without progress (a stage that begins or ends, a scored answer, a bucket of weights) after which the log
-    gets every thread's stack, the servers' states and what waits for what. With `ray.enable` the rank is then ended,
-    and no step may take longer. 0: never."""
+    gets a report (docs/by_symptom.md). With `ray.enable` the rank is then ended, and no step may take longer. 0:
+    never."""
     hang_exit_code: Annotated[int, Range(at_least=0, at_most=255)] = 0
     """Exit status of a process after that report, for a launcher that starts it again; then set `hang_seconds` above
     `rollout.group_timeout_seconds`. 0 lets it go on."""
