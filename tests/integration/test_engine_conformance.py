@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import ROOT
+from tests.helpers.kept import worst_difference
 from tests.helpers.served_logprobs import answer_logprobs
 from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen2, server_pids, supervised
 from tests.helpers.trainer_runs import embedded_server, train
@@ -157,6 +158,11 @@ def test_the_server_is_as_the_trainer_needs_it(served: Served):
     if served.engine != "embedded":  # it needs no flag
         with pytest.raises(UserError, match=f"{served.url}: does not tell which experts .*--enable-return-routed-exp"):
             control.check(1024, 5, trained=trained, routes=True)
+    if served.engine == "vllm":  # test_vllm.py has one that tells
+        with pytest.raises(UserError, match=f"{served.url}: does not tell which tokens it kept.*--return-sampling-ma"):
+            control.check(1024, 5, trained=trained, top_k=20)
+    else:
+        control.check(1024, 5, trained=trained, top_k=20, min_p=0.1)
     other = dataclasses.replace(trained, name="mine", config=trained.config | {"num_hidden_layers": 3})
     with pytest.raises(
         UserError, match=r"another model: .*A \(num_hidden_layers 2\), and the trainer has mine \(num_h"
@@ -220,6 +226,19 @@ def test_top_p_keeps_the_likeliest_tokens(served: Served):
     seen = [{c.token_ids[0] for c in group} for group in served.ask(*[(PROMPT, shape) for shape in shapes])]
     assert seen[0] <= set(by_top_p.tolist())
     assert not seen[1] <= seen[0], "without it, other tokens are sampled too"
+
+
+@pytest.mark.parametrize(("top_p", "min_p"), [(0.2, 0.0), (1.0, 0.3), (0.2, 0.2)])
+def test_kept_tokens_are_those_of_transformers_logits(served: Served, top_p, min_p):
+    if served.engine == "vllm":
+        pytest.skip("test_vllm.py has one that tells")
+    shape = {"top_k": 60, "top_p": top_p, "min_p": min_p, "kept": True}
+    params = SamplingParams(n=3, temperature=0.8, max_tokens=8, ignore_eos=True, **shape)
+    for answer in served.ask((PROMPT, params))[0]:
+        assert worst_difference(served.references["A"], PROMPT, answer, params, served.engine == "sglang") <= EXACT
+    greedy = SamplingParams(1, 0.0, 8, ignore_eos=True)
+    [[one], [other]] = served.ask((PROMPT, greedy), (PROMPT, dataclasses.replace(greedy, top_k=60)))
+    assert one.token_ids == other.token_ids
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

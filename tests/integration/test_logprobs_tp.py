@@ -1,5 +1,6 @@
 """Vocabulary-parallel log-probabilities on two gloo ranks against one process with the whole vocabulary."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -7,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchtitan.grpo.model.logprobs import token_logprobs
+from torchtitan.grpo.policy.microbatch import Kept
 
 TOKENS, DIM, TEMPERATURE = 23, 16, 0.8
 
@@ -61,6 +63,29 @@ def check(rank: int, mesh, vocab: int, tokens: int, chunk_tokens: int) -> None:
     assert torch.equal(*gathered)  # replicated to the last bit
 
 
+def check_kept(mesh, vocab: int, tokens: int, chunk_tokens: int) -> None:
+    """Some tokens of the vocabulary alone: at some positions of one rank's slice, at others all."""
+    hidden, weight, targets = inputs(vocab, tokens)
+    masks = [{int(t), *range(t % 3, vocab, 2 + i % 5)} if i % 4 else set() for i, t in enumerate(targets)]
+    masks[1::4] = [{int(t), min(int(t) + 1, vocab - 1)} for t in targets[1::4]]
+    counts = torch.tensor([len(mask) for mask in masks], dtype=torch.int32)
+    ids = torch.tensor([token for mask in masks for token in sorted(mask)], dtype=torch.int32)
+    kept, found = Kept(counts, ids, np.append(0, counts.numpy().cumsum())), []
+    whole = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    parts = distribute_tensor(hidden, mesh, [Replicate()]), distribute_tensor(weight, mesh, [Shard(0)])
+    sliced = tuple(torch.nn.Parameter(part) for part in parts)
+    for leaves, own_mesh in ((whole, None), (sliced, mesh)):
+        local = [leaf.to_local() if own_mesh else leaf for leaf in leaves]
+        logprobs, entropy = token_logprobs(
+            *local, targets, TEMPERATURE, kept=kept, mesh=own_mesh, softcap=2.0, chunk_tokens=chunk_tokens
+        )
+        loss_of(logprobs, entropy, logprobs).backward()
+        grads = [leaf.grad.full_tensor() if own_mesh else leaf.grad for leaf in leaves]
+        found.append((logprobs, entropy, *grads))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
 def worker(rank: int, store_path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=2)
@@ -73,6 +98,7 @@ def worker(rank: int, store_path: str) -> None:
         (50, 0, 8),
     ):
         check(rank, mesh, vocab, tokens, chunk_tokens)
+        check_kept(mesh, vocab, tokens, chunk_tokens)
     dist.destroy_process_group()
 
 

@@ -52,7 +52,6 @@ LORA = "[optimizer]\nlr = 1e-4\n[lora]\nenable = true\n"
 BAD_TOML = {
     # unknown names
     "key": ("[grpo]\ngroup_sise = 4", "[grpo] group_sise", "did you mean [grpo] group_size?"),
-    "top-p": ("[rollout]\ntop_p = 0.9", "[rollout] top_p", "ratios would be wrong", "lower [rollout] temperature"),
     "penalty": ("[rollout]\nrepetition_penalty = 1.1", "[rollout] repetition_penalty", "change the reward"),
     "section": ("[rolout]\nengine = 'vllm'", "[rolout]", "did you mean [rollout]?"),
     "key of another section": (
@@ -421,6 +420,14 @@ BAD_TOML = {
         '[rollout] temperature = 0.7 with [distill] engine = "sglang"',
         "set temperature = 1",
     ),
+    "a teacher and top-k": (
+        "[distill]\nteacher_urls = ['http://a:1']\n[rollout]\ntop_k = 20",
+        "[rollout] top_k = 20 with [distill]",
+        "leave one of them out",
+    ),
+    "top-p alone": ("[rollout]\ntop_p = 0.9", "[rollout] top_p = 0.9", "[rollout] top_k over 0", "bounds how many"),
+    "min-p alone": ("[rollout]\nmin_p = 0.1", "[rollout] min_p = 0.1", "[rollout] top_k over 0", "bounds how many"),
+    "one token": ("[rollout]\ntop_k = 1", "[rollout] top_k = 1", "set 2 or more"),
     "a teacher and gspo": (
         "[distill]\nteacher_urls = ['http://a:1']\n[grpo]\npolicy_loss = 'gspo'",
         '[grpo] policy_loss = "gspo" with [distill]',
@@ -574,7 +581,6 @@ def test_a_long_key_is_not_repeated_in_whole(tmp_path):
 
 
 BAD_FLAGS = {
-    "top-p": (["--rollout.top_p", "0.9"], "--rollout.top_p", "[validation] top_p"),
     "unknown": (["--grpo.gruop_size", "4"], "--grpo.gruop_size", "did you mean --grpo.group_size?"),
     "unknown section": (["--grop.group_size=4"], "--grop.group_size", "did you mean --grpo.group_size?"),
     "no section": (["--group_size", "4"], "--group_size", "did you mean --grpo.group_size?"),

@@ -224,7 +224,7 @@ CONFIGURATION = {
     "a float for an int": flag("--training.steps", "1e3", "[training] steps", '"1e3" is text, not int'),
     "half precision": flag("--training.dtype", "fp16", '"fp16" is not allowed', '"bfloat16" or "float32"'),
     "a variable of the shell": flag("--rollout.urls_file", "$HOME/urls", '"$HOME/urls" does not exist'),
-    "TRL: top_k": flag("--grpo.top_k", "20", "would sample from the likeliest tokens alone"),
+    "TRL: top_k": flag("--grpo.top_k", "20", "did you mean --rollout.top_k"),
     "TRL: SAPO": flag("--grpo.policy_loss", "sapo", '"ppo" or "gspo" or "cispo" or "module:function"'),
     "TRL: report_to": flag("--grpo.report_to", "wandb", "no key is like it", "[metrics] has switches"),
     "verl's sections": toml(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 
 TEXTS = ["", "plain", "é 日本\n\t", "a\ud800b", 'quo"te\\', "\x00"]
@@ -52,6 +53,9 @@ def some_sample(chance: random.Random, prompt: Prompt, k: int) -> Sample:
         draw = np.random.default_rng(chance.randrange(2**32))
         top_logprobs = np.where(draw.random(shape) < 0.2, -np.inf, -draw.random(shape)).astype(np.float32)
         sample.teacher_top = TopTokens(draw.integers(-1, 2**31 - 1, shape, np.int32), top_logprobs)
+    if chance.random() < 0.4:
+        counts = np.array([chance.choice([0, 1, 5]) for _ in ids], np.int32)
+        sample.kept = KeptTokens(counts, np.arange(counts.sum(), dtype=np.int32) + chance.randrange(2**20))
     return sample
 
 
@@ -65,7 +69,8 @@ def assert_same(found: Group, group: Group) -> None:
                 assert repr(value) == repr(expected), field.name
         tops = [(each.ids, each.logprobs) if each else () for each in (ours.teacher_top, theirs.teacher_top)]
         routes = [() if each is None else (each,) for each in (ours.routes, theirs.routes)]
-        for mine, their in (tops, routes):
+        kept = [() if each is None else (each.counts, each.ids) for each in (ours.kept, theirs.kept)]
+        for mine, their in (tops, routes, kept):
             assert len(mine) == len(their)
             for array, expected in zip(mine, their, strict=True):
                 assert array.dtype == expected.dtype and np.array_equal(array, expected)

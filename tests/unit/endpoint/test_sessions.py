@@ -161,6 +161,7 @@ REFUSED = {
     "temperature": ({"temperature": 0.5}, 400, "has 1.0"),
     "top_p": ({"top_p": 0.9}, 400, "has 1.0"),
     "top_k": ({"top_k": 5}, 400, "0 or -1"),
+    "min_p": ({"min_p": 0.1}, 400, "has 0"),
     "seed": ({"seed": 1}, 400, "debug"),
     "penalty": ({"frequency_penalty": 0.1}, 400, "leave it out"),
     "bias": ({"logit_bias": {"5": 1}}, 400, "leave it out"),

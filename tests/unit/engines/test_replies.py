@@ -15,6 +15,7 @@ from torchtitan.grpo.data.routes import RouteShape, to_npy
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.inside_vllm.flat_logprobs import kept_text
 from torchtitan.grpo.weight_wire.version_names import version_name
 
 VOCAB, HAD, NEWEST = 1000, 3, 5
@@ -169,6 +170,58 @@ def test_two_answers_of_one_number(url):
     said["choices"][1]["index"] = 0
     with pytest.raises(EngineError, match="answers, 2 were asked"):
         ask(url, "vllm", json.dumps(said).encode())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("masks", "wrong"),
+    [
+        ([[9, 5], list(range(VOCAB)), [0]], ""),
+        (None, "says nothing of the tokens that were kept"),
+        ([[9, 5], [999]], "2 positions say which tokens were kept, and 3 tokens came"),
+        ([[9, 5], [999], [1, 2]], "token 0 was sampled at position 2 and is not among the kept"),
+        ([[], [], []], "token 5 was sampled at position 0"),
+        ([[5], [999, 7, 999], [0]], "kept twice"),
+        ([[5], [999, VOCAB], [0]], "<= 999"),
+        ([[5], [999, -1], [0]], ">= 0"),
+        ([[5], [999, 0.5], [0]], "Expected `int`"),
+        ([[5], 999, [0]], "Expected `array"),
+    ],
+)
+def test_kept_tokens_hold_the_sampled_one(url, engine, masks, wrong):
+    answers = [as_vllm, as_sglang][engine == "sglang"]([GOOD, GOOD])
+    for answer in answers["choices"] if engine == "vllm" else [each["meta_info"] for each in answers]:
+        if engine == "vllm":
+            answer["sampling_mask"] = masks
+        else:  # it sends the others too, which are among all tokens
+            answer |= {"output_token_sampling_mask": masks, "output_token_sampling_logprobs": [-0.25, -0.5, 0.0]}
+    said, asked = json.dumps(answers).encode(), {"top_k": 20, "kept": True}
+    if wrong:
+        with pytest.raises(EngineError, match=f"{url}: request r7: the answer is not as expected: .*{wrong}"):
+            ask(url, engine, said, **asked)
+        return
+    for completion in ask(url, engine, said, **asked):
+        assert completion.logprobs == ([-0.5, 1e-7, -103.0] if engine == "vllm" else [-0.25, -0.5, 0.0])
+        assert (completion.kept.counts.tolist(), completion.kept.ids.tolist()) == ([2, 0, 1], [5, 9, 0])
+        assert completion.stopped_after(1).kept.ids.tolist() == [5, 9]
+    if engine == "vllm":  # with our plug-in, and of the embedded server
+        for text, wrong in {
+            kept_text(masks): "",
+            kept_text([[5, 9], [999]]): "do not say",
+            kept_text([[5], [999, VOCAB], [0]]): "999 to|5 to 1000|0 to 1000",
+            "?": "base64|padding|characters",
+            "AAAA": "multiple of element size",
+            kept_text(masks[:1]): "do not say what was kept in place of 3",
+        }.items():
+            for choice in answers["choices"]:
+                choice["kept_tokens"] = text
+            said = json.dumps(answers).encode()
+            if wrong:
+                with pytest.raises(EngineError, match=f"r7: the answer is not as expected: .*({wrong})"):
+                    ask(url, engine, said, **asked)
+            else:
+                assert ask(url, engine, said, **asked)[1].kept.ids.tolist() == [5, 9, 0]
+    assert all(completion.kept is None for completion in ask(url, engine, said, top_k=20)), "nobody asked for them"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -33,6 +33,11 @@ class Logprobs(NamedTuple):
     bounds: list[int] | None = None
 
 
+class Masks(NamedTuple):
+    token_ids: np.ndarray
+    offsets: np.ndarray | None = None
+
+
 class Entry(msgspec.Struct):
     request_id: str
     new_token_ids: list[int]
@@ -41,6 +46,7 @@ class Entry(msgspec.Struct):
     prefill_stats: Any = None
     pooling_output: Any = None
     routed_experts: Any = None
+    new_sampling_mask: Any = None
     num_nans: int = 0
 
 
@@ -78,6 +84,18 @@ def test_log_probabilities_stay_with_their_tokens() -> None:
     assert whole.new_logprobs.bounds is None
     without = Entry("c", [1]), Entry("c", [2], finish_reason=Reason.STOP)
     assert [e.new_logprobs for step in without for e in held.pass_through(0, [step])] == [None]
+
+
+def test_kept_tokens_stay_with_their_tokens() -> None:
+    held = bundles(4)
+    masks = [Masks(np.array([1, 5])), Masks(np.array([2, 6, 7, 8]), np.array([0, 1, 4])), Masks(np.array([4]))]
+    held.pass_through(0, [entry("a", 1, new_sampling_mask=masks[0]), entry("b", 1, new_sampling_mask=masks[2])])
+    held.pass_through(0, [entry("a", 2, 7, new_sampling_mask=masks[1])])
+    (whole,) = held.pass_through(0, [entry("a", 4, new_sampling_mask=masks[2])])
+    assert whole.new_sampling_mask.token_ids.tolist() == [1, 5, 2, 6, 7, 8, 4]
+    assert whole.new_sampling_mask.offsets.tolist() == [0, 2, 3, 6, 7]
+    ((other,),) = held.take().values()
+    assert other.new_token_ids == [1] and other.new_sampling_mask.token_ids.tolist() == [4]
 
 
 def test_an_entry_with_more_than_tokens_is_sent_with_what_waited() -> None:

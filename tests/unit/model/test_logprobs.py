@@ -1,12 +1,15 @@
 import functools
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.model.logprobs import token_logprobs
+from torchtitan.grpo.policy.microbatch import Kept
 
 TOKENS, DIM, VOCAB = 37, 16, 50
 
@@ -75,6 +78,51 @@ def test_a_softcap_bends_logits_before_the_temperature(kept_bytes):
     for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (naive(hidden, weight, targets, 0.7)[0] - results[0][0]).abs().max() > 1, "the softcap does something"
+
+
+def kept_tokens(targets: torch.Tensor, vocab=VOCAB, seed=2) -> KeptTokens:
+    """Some tokens at each position, the target among them; at every fifth one all."""
+    rng = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, 12, targets.shape, generator=rng).tolist()
+    masks = [{int(t), *torch.randperm(vocab, generator=rng)[:n].tolist()} for t, n in zip(targets, sizes, strict=True)]
+    masks[::5] = [set(range(vocab)) for _ in masks[::5]]
+    return KeptTokens.of([list(mask) for mask in masks], targets.tolist(), vocab)
+
+
+def kept_on(device, kept: KeptTokens) -> Kept:
+    counts, ids = (torch.from_numpy(array).to(device) for array in (kept.counts, kept.ids))
+    return Kept(counts, ids, np.append(0, kept.counts.cumsum()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(("chunk_tokens", "kept_bytes"), [(8, 0), (8, 2 * 8 * VOCAB * 8), (1024, 0)])
+def test_of_kept_tokens_alone(dtype, softcap, chunk_tokens, kept_bytes):
+    """Values and gradients against float64 code with -inf for the tokens that the sampler cut."""
+    hidden, weight, targets = inputs(dtype)
+    kept = kept_tokens(targets)
+    assert not kept.counts[::5].any() and kept.counts[1::5].all()
+    own = (hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+    logits = own[0] @ own[1].T
+    logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) / 0.7
+    cut: np.ndarray = np.repeat(kept.counts[:, None] > 0, VOCAB, 1)
+    cut[np.repeat(np.arange(TOKENS), kept.counts), kept.ids] = False
+    log_p = logits.masked_fill(torch.from_numpy(cut), -torch.inf).log_softmax(-1)
+    shares = log_p.exp()
+    of_target = log_p.gather(1, targets[:, None])[:, 0]
+    expected = of_target, -(shares * log_p.masked_fill(torch.from_numpy(cut), 0)).sum(1)
+    options = {"softcap": softcap, "chunk_tokens": chunk_tokens, "kept_bytes": kept_bytes, "predictions": True}
+    *found, likeliest = token_logprobs(hidden, weight, targets, 0.7, kept=kept_on("cpu", kept), **options)
+    upstream, results = torch.linspace(-1, 2, TOKENS).double(), []
+    for (logprobs, entropy), leaves in ((expected, own), (found, (hidden, weight))):
+        loss = (upstream * logprobs).sum() + 0.3 * entropy.sum()
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, leaves)))
+    bound = 1e-12 if dtype == torch.float64 else 2e-5
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=bound, atol=bound)
+    assert torch.equal(likeliest, of_target >= log_p.amax(1))
+    alone = token_logprobs(hidden, weight, targets, 0.7, softcap=softcap)[0]
+    assert (alone - found[0]).abs().max() > 1, "without the kept tokens it is another policy"
 
 
 @pytest.mark.parametrize(("kept_bytes", "chunks"), [(0, 0), (8 * VOCAB * 4 - 1, 0), (2 * 8 * VOCAB * 4, 2), (10**9, 5)])

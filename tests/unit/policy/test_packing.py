@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.microbatches import Spread, assert_equal
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy import assignment
@@ -623,6 +624,34 @@ def test_a_teachers_tokens_lie_where_the_answers_tokens_are_predicted():
     assert sorted(seen) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="sample 0 has 2 positions with a teacher's tokens for 3 answer tokens"):
         pack([dataclasses.replace(sample(2, 3), top=TopTokens.none(2, 3))], 16, 1)
+
+
+def test_kept_tokens_lie_where_the_answers_tokens_are_predicted():
+    """All are kept of a sample that says nothing."""
+
+    def cut(prompt: int, mask: list[bool], first: int) -> PackedSample:
+        counts = np.array([1 + i if sampled else 0 for i, sampled in enumerate(mask)], np.int32)
+        kept = KeptTokens(counts, np.arange(first, first + counts.sum(), dtype=np.int32))
+        return dataclasses.replace(sample(prompt, len(mask)), loss_mask=mask, kept=kept)
+
+    samples = [cut(3, [True] * 4, 0), cut(2, [False, True, True, False], 100), sample(4, 2), cut(1, [True], 200)]
+    expected = {0: [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]], 1: [[100, 101], [102, 103, 104]], 2: [[], []], 3: [[200]]}
+    rows = list(itertools.chain(*pack(samples, 16, 2, 8)))
+    seen = []
+    for row in rows:
+        assert_equal([row], from_bytes(to_bytes([row])))
+        if row.kept_counts is None:
+            assert row.samples.tolist() in ([], [2])
+            continue
+        kept = Microbatch.of(row, "cpu").kept
+        found = [kept.ids[a:b].tolist() for a, b in itertools.pairwise(kept.ends.tolist())]
+        assert found == [ids for number in row.samples.tolist() for ids in expected[number]]
+        assert kept.counts.tolist() == list(map(len, found))
+        assert kept.part(slice(1, 3)).ids.tolist() == [token for ids in found[1:3] for token in ids]
+        seen += row.samples.tolist()
+    assert {0, 1, 3} <= set(seen)
+    with pytest.raises(ValueError, match="sample 0 has 2 positions with kept tokens for 3 answer tokens"):
+        pack([dataclasses.replace(sample(2, 3), kept=KeptTokens.all(2))], 16, 1)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])

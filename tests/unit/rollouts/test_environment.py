@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -133,6 +134,24 @@ def test_turns_keep_tokens_versions_and_who_said_them() -> None:
     ]
     assert sample.sampled_tokens == 3
     assert PROMPT.token_ids == [3, 4, 5], "the prompt is everyone's"
+
+
+def test_turns_know_what_was_kept_in_place_of_each_sampled_token() -> None:
+    turns = Turns(PROMPT)
+    turns.given([4])
+    for ids in ([5, 6], [7]):
+        kept = KeptTokens.of([[token, 90, 91] for token in ids], ids, 100)
+        turns.sampled(Completion(ids, [-0.5] * len(ids), "stop", [3] * len(ids), kept=kept))
+        turns.given([8, 9])
+    sample = turns.sample()
+    assert sample.kept.counts.tolist() == [0, 3, 3, 0, 0, 3, 0, 0]
+    assert sample.kept.ids.tolist() == [5, 90, 91, 6, 90, 91, 7, 90, 91]
+    for wrong in (None, sample.kept.first(7)):
+        with pytest.raises(UserError, match=r"'e': a sample of 8 tokens says of [07] which tokens were kept.*`Turns`"):
+            checked([replace(sample, kept=wrong)], "e", 99, kept=True)
+    (cut,) = checked([sample], "e", 3, kept=True)
+    assert cut.token_ids == [4, 5, 6] and cut.kept.ids.tolist() == [5, 90, 91, 6, 90, 91]
+    assert checked([Sample(PROMPT, [], [], [], "abort")], "e", 3, kept=True), "nothing is trained"
 
 
 def test_a_text_is_no_turn() -> None:

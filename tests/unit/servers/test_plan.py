@@ -18,7 +18,13 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import ALL_LINEAR, SglangCommand, VllmCommand, visible_devices
+from torchtitan.grpo.process.server_commands import (
+    ALL_LINEAR,
+    ServerCommandError,
+    SglangCommand,
+    VllmCommand,
+    visible_devices,
+)
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.servers.__main__ import parse_arguments, planned
 from torchtitan.grpo.servers.own import OwnServers
@@ -114,6 +120,22 @@ def test_servers_tell_their_experts_for_routing_replay(monkeypatch):
         assert flags in line
         assert "--enable-return-routed-experts" not in plan_lines(configured(*words), 2, 1)[1]
         assert any("on a CPU" in message and "tells no experts" in message for message in check_machine(config, 1, 0))
+
+
+def test_servers_tell_the_kept_tokens_of_top_k(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "1")  # rank 0 also looks for the engine
+    words = ["--rollout.replicas", "1", "--rollout.top_k", "20", "--rollout.engine"]
+    (on_cpu,) = [m for m in check_machine(configured(*words, "vllm"), 1, 0) if "top_k" in m]
+    assert "on a CPU, vLLM does not tell which tokens it kept" in on_cpu
+    assert not [m for m in check_machine(configured(*words, "sglang"), 1, 0) if "top_k" in m]
+    (server,) = planned_servers(configured(*words, "vllm"), 2, 1)
+    assert "--return-sampling-mask" in server.argv(1)
+    (without,) = planned_servers(configured(*words[:2], "--rollout.engine", "vllm"), 2, 1)
+    assert "--return-sampling-mask" not in without.argv(1)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "arg_utils.py").write_text("enable_lora: bool = False")
+    with pytest.raises(ServerCommandError, match=r"does not tell which tokens it kept.* install vLLM 0\.32 or newer"):
+        server.argv(1, str(tmp_path))
 
 
 def test_sglang_has_place_for_the_adapted_layers_and_all_versions_under_way(monkeypatch):

@@ -90,7 +90,8 @@ def answer(
     resources.callback(collector.close)
     serve(config, collector)
     stop_ids, seed = (*end_ids, *rollout.stop_token_ids), config.debug.seed or 0
-    params = SamplingParams(1, 0.0, rollout.max_answer_tokens, stop_ids, seed, stop=tuple(rollout.stop))
+    cuts = {"top_k": rollout.top_k, "min_p": rollout.min_p}
+    params = SamplingParams(1, 0.0, rollout.max_answer_tokens, stop_ids, seed, stop=tuple(rollout.stop), **cuts)
     software = {server.url: server.control.software_version() for server in fleet.servers}
     answers: list[HeldOutAnswers] = []
     for each in sets:

@@ -27,6 +27,11 @@ def check_distill(config: JobConfig) -> Iterator[str]:
             "servers give log-probabilities of given tokens at temperature 1 only, which cannot be compared with the "
             'model\'s; set temperature = 1, or engine = "embedded"'
         )
+    if rollout.top_k:
+        yield (
+            f"[rollout] top_k = {rollout.top_k} with [distill]: a teacher's probabilities are among all tokens, and "
+            "the model's would be among the kept ones; leave one of them out"
+        )
     if grpo.policy_loss == "gspo" and not distill.top_k:
         yield (
             '[grpo] policy_loss = "gspo" with [distill]: its gradient gives each token the mean advantage of its '

@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.grpo.config.keys import TABLES
 from torchtitan.grpo.sources.table import SOURCES
 
-_MIN_P = "use [validation] top_p, or one of the set's own"
+_MIN_P = "use [validation] top_p, or one of the set's own; [rollout] min_p is for training too"
 GONE = {
     "data.arithmetic_max": "write [data] source_args = { max = 39 }",
     "data.arithmetic_operators": 'write [data] source_args = { operators = ["+"] }',

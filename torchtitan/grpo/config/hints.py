@@ -12,11 +12,6 @@ from torchtitan.grpo.errors import nearest
 
 REFUSED = {
     **dict.fromkeys(
-        ("top_p", "top_k", "min_p"),
-        "would sample from the likeliest tokens alone, and the loss takes probabilities among all tokens: its ratios "
-        "would be wrong, so lower [rollout] temperature instead (held-out answers have [validation] top_p)",
-    ),
-    **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
         "would sample from probabilities that the loss does not know: its ratios would be wrong, so change the reward "
         "instead",

@@ -30,6 +30,9 @@ ROW_KEYS = {"source", "path", "subset", "split", "source_args"}
 """Keys of [data] that say which rows there are."""
 NO_ENVIRONMENT = "none"
 """The `environment` of a held-out set whose prompts get one answer, in a run that has an environment."""
+TOP_K_MAX = 1024
+"""vLLM and SGLang have room for the ids of 2,048 and 4,096 tokens at a position, equally likely ones included."""
+_TOP_K = "servers tell the tokens that they kept, and top_k bounds how many"
 _OTHER_ENGINE = Needs(
     "rollout.engine",
     *(name for name, command in COMMANDS.items() if not command.bundled),
@@ -115,8 +118,7 @@ class Validation:
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="greedy answers are measured too")] = 1.0
     """Temperature of the sampled answers."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Sampled answers keep the most likely tokens that have this probability together. Training has none
-    (docs/engines.md)."""
+    """Sampled answers keep the most likely tokens that have this probability together."""
     sets: list[HeldOutSet] = field(default_factory=list)
     """Several held-out sets, as `[[validation.sets]]` tables. Empty: one for each source of the training data."""
 
@@ -249,6 +251,14 @@ class Rollout:
     """Environment variable with the servers' API key, which is never written or logged (docs/engines.md)."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="vLLM raises lower ones to 0.01")] = 1.0
     """Sampling temperature, also of the trainer's log-probabilities."""
+    top_k: Annotated[int, Range(at_least=0, at_most=TOP_K_MAX)] = 0
+    """Sample from so many of the most likely tokens, 2 or more, and train on probabilities among these (DeepSeek-V3.2,
+    arXiv 2512.02556). Held-out answers have it too. Servers must tell the kept tokens: docs/engines.md. 0: all."""
+    top_p: Annotated[float, Range(above=0, at_most=1), Needs("rollout.top_k", why=_TOP_K)] = 1.0
+    """Of these, keep the most likely ones that have this probability together. Held-out answers have [validation]
+    top_p."""
+    min_p: Annotated[float, Range(at_least=0, below=1), Needs("rollout.top_k", why=_TOP_K)] = 0.0
+    """Keep tokens of at least this share of the most likely one's probability, in held-out answers too."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 512
     """Longest answer."""
     stop_token_ids: list[int] = field(default_factory=list)

@@ -151,6 +151,11 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
         yield (
             f'[grpo] routing_replay = true {needs}: on a CPU, {engine.title} tells no experts. Use engine = "embedded"'
         )
+    if rollout.top_k and not engine.kept_on_cpu and own_on_cpu:
+        yield (
+            f"[rollout] top_k = {rollout.top_k} {needs}: on a CPU, {engine.title} does not tell which tokens it kept. "
+            'Use engine = "embedded" or "sglang"'
+        )
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if rollout.colocate and trainers < world_size:
         yield (

@@ -217,6 +217,8 @@ VERL = {
     "val_files": "data.validation_path",
     "val_kwargs.n": "validation.samples_per_prompt",
     "val_kwargs.temperature": "validation.temperature",
+    "top_k": "rollout.top_k: 0 for -1",
+    "top_p": "rollout.top_p: with top_k",
     "val_kwargs.top_p": "validation.top_p",
     "val_max_samples": "validation.prompts",
 }

@@ -68,6 +68,8 @@ def check_servers(config: JobConfig) -> Iterator[str]:
     for text, times in Counter(rollout.stop).items():
         if not text or times > 1:
             yield f"[rollout] stop has {show(text)}{f' {times} times' if text else ', which is in every answer'}"
+    if rollout.top_k == 1:
+        yield "[rollout] top_k = 1 gives every prompt the same answers, and nothing to learn from: set 2 or more, or 0"
     if len(rollout.stop) > _STOP_STRINGS_MAX:
         yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
     yield from _check_environment(config)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.grpo.data import array_bytes
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 
 PER_TOKEN = {
@@ -57,9 +58,11 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
     number = {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def described(sample: Sample) -> dict[str, Any]:
-        known = _fields(sample, but=(*PER_TOKEN, "teacher_top", "routes"))
+        known = _fields(sample, but=(*PER_TOKEN, "teacher_top", "routes", "kept"))
         is_taught, has_top = sample.teacher_logprobs is not None, sample.teacher_top is not None
         taught = {"taught": True} if is_taught else {}
+        if sample.kept is not None:
+            taught["kept"] = True
         if exact and has_top != is_taught:
             taught["top"] = has_top
         if exact and sample.routes is not None and not len(sample.routes):
@@ -90,9 +93,14 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
     if routes:
         lengths = [0 if sample.routes is None else len(sample.routes) for sample in samples]
         routed = {"routes": np.concatenate(routes), "route_lengths": np.array(lengths, np.int64)}
+    kept: dict[str, np.ndarray] = {}
+    if any(sample.kept is not None for sample in samples):
+        joined = KeptTokens.joined([sample.kept or KeptTokens.all(len(sample.token_ids)) for sample in samples])
+        kept = {"kept_counts": joined.counts, "kept_ids": joined.ids}
     return {
         **routed,
         **top,
+        **kept,
         **{name: _laid(lists, dtypes[name]) for name, lists in columns.items()},
         "answer_lengths": np.array([len(ids) for ids in columns["token_ids"]], np.int64),
         "prompt_ids": _laid(prompt_ids, np.int32),
@@ -121,6 +129,11 @@ def from_arrays(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Gr
     if "top_ids" in arrays:
         pairs = (_split(arrays[name], arrays["answer_lengths"]) for name in ("top_ids", "top_logprobs"))
         tops = itertools.starmap(TopTokens, zip(*pairs, strict=True))
+    kept: Iterator[KeptTokens | None] = itertools.repeat(None)
+    if "kept_counts" in arrays:
+        counts = _split(arrays["kept_counts"], arrays["answer_lengths"])
+        ids = _split(arrays["kept_ids"], np.array([own.sum() for own in counts], np.int64))
+        kept = itertools.starmap(KeptTokens, zip(counts, ids, strict=True))
     per_token = zip(*(_cut(arrays[name], arrays["answer_lengths"]) for name in names), strict=True)
 
     def sample(known: dict[str, Any]) -> Sample:
@@ -131,12 +144,14 @@ def from_arrays(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Gr
         is_taught = values.pop("taught", False)
         if not is_taught:
             values["teacher_logprobs"] = None
-        top, own_routes = next(tops), next(routes)
+        top, own_routes, own_kept = next(tops), next(routes), next(kept)
         if not values.pop("top", is_taught):
             top = None
         if not (values.pop("routed", False) or (own_routes is not None and len(own_routes))):
             own_routes = None
-        return Sample(**values, teacher_top=top, routes=own_routes)
+        if not values.pop("kept", False):
+            own_kept = None
+        return Sample(**values, teacher_top=top, routes=own_routes, kept=own_kept)
 
     return [[sample(known) for known in group] for group in about["groups"]]
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # reward workers import this file too, and start twice as fast without numpy
     import numpy as np
 
+    from torchtitan.grpo.data.kept_tokens import KeptTokens
+
 FinishReason = Literal["stop", "length", "abort"]
 IMPOSSIBLE = -1000.0
 """No token that was sampled has so low a log-probability, at any temperature: its probability would be 0 in float32.
@@ -111,6 +113,7 @@ class Sample:
         servers: (first token, server) for each stretch of tokens that one server sampled. Filled in if left empty.
         routes: With `[grpo] routing_replay`: the experts of prompt and answer, see `data/routes.py`, up to the token
             before the last sampled one at least.
+        kept: With `[rollout] top_k`: what could be drawn in place of each token; all tokens outside `loss_mask`.
     """
 
     prompt: Prompt
@@ -127,6 +130,7 @@ class Sample:
     teacher_top: TopTokens | None = field(default=None, compare=False)  # arrays have no single truth
     servers: list[tuple[int, str]] = field(default_factory=list)
     routes: "np.ndarray | None" = field(default=None, compare=False)
+    kept: "KeptTokens | None" = field(default=None, compare=False)
 
     @property
     def sampled_tokens(self) -> int:

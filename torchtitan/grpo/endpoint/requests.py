@@ -152,7 +152,7 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
             continue
         if name == "seed":
             raise BadRequest(name, "the run seeds each call from [debug] seed: leave it out")
-        if name in ("temperature", "top_p"):
+        if name in ("temperature", "top_p") or (name in ("top_k", "min_p") and getattr(params, name)):
             wanted: tuple[Any, ...] = (getattr(params, name),)
         elif name in _NEUTRAL:
             wanted = _NEUTRAL[name]

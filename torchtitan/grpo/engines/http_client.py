@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import ANY_VOCAB, IMPOSSIBLE
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
@@ -53,6 +54,7 @@ class HttpClient:
     route_hint = ""
     """What to change if the server does not have the route."""
     routes_hint = "start the server with --enable-return-routed-experts"
+    kept_hint = ""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class HttpClient:
         self.request_timeout_s = request_timeout_s
         self._version = version
         self._newest = newest
+        self._vocab_size = vocab_size
         self._reply = msgspec.json.Decoder(self._reply_type(Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]))
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -204,6 +207,21 @@ class HttpClient:
                 raise ValueError(f"answer {i} says nothing of its experts; {self.routes_hint}")
             positions = len(prompt_ids) + len(completion.token_ids) - 1
             completion.routes = self._routes(params.routes, text, positions)
+
+    def _add_kept(
+        self, params: SamplingParams, completions: list[Completion], sent: Sequence[str | list[list[int]] | None]
+    ) -> None:
+        """Give each completion the tokens that could be drawn, if they were asked for.
+
+        Raises:
+            ValueError: One has none, or what was sent cannot be.
+        """
+        if not params.kept:
+            return
+        for i, (completion, masks) in enumerate(zip(completions, sent, strict=True)):
+            if masks is None:
+                raise ValueError(f"answer {i} says nothing of the tokens that were kept; {self.kept_hint}")
+            completion.kept = KeptTokens.of(masks, completion.token_ids, self._vocab_size)
 
     def _routes(self, shape: RouteShape, text: str, positions: int) -> np.ndarray:
         """Routes as this engine sends them."""

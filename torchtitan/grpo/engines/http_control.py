@@ -138,6 +138,8 @@ class HttpControl:
         recomputes: bool = False,
         trained: ModelIdentity | None = None,
         routes: bool = False,
+        top_k: int = 0,
+        min_p: float = 0.0,
     ) -> None:
         """Check, before the first rollout, that the server is set up as the trainer needs it.
 
@@ -150,10 +152,11 @@ class HttpControl:
             recomputes: Updates arrive while answers run, and their keys and values must then be computed again.
             trained: The trainer's model. None: any will do.
             routes: Answers must say which experts computed them.
+            top_k, min_p: `[rollout] top_k`. Over 0, answers must say which tokens could be drawn.
 
         Raises:
-            UserError: Its routes, its model, its maximum length, its log-probabilities or what it tells of experts do
-                not fit. The message says what to change.
+            UserError: Its routes, its model, its maximum length, its log-probabilities or what it tells of experts or
+                kept tokens do not fit. The message says what to change.
         """
         self._check_setup(recomputes)
         self.world_size()
@@ -166,7 +169,9 @@ class HttpControl:
                 f"{longest_tokens} ([training] seq_len, or what a held-out set needs)"
             )
         if self._answers():
-            self.check_sampling([prompt_id] * 2)  # one alone ends vLLM 0.32 on a CPU with a Qwen3.5
+            if top_k:
+                self._check_kept(prompt_id, top_k, min_p)
+            self.check_sampling([prompt_id] * 2, top_k)  # one alone ends vLLM 0.32 on a CPU with a Qwen3.5
             if routes:
                 self._check_routes(prompt_id)
 
@@ -187,6 +192,10 @@ class HttpControl:
 
     def _check_routes(self, prompt_id: int) -> None:
         """Refuse a server that does not say which experts compute an answer."""
+        raise NotImplementedError
+
+    def _check_kept(self, prompt_id: int, top_k: int, min_p: float) -> None:
+        """Refuse a server that does not say which tokens it kept."""
         raise NotImplementedError
 
     def _check_model(self, served: ModelIdentity, trained: ModelIdentity) -> None:
@@ -231,7 +240,7 @@ class HttpControl:
         """The version that the server reports; None if it reports none."""
         raise NotImplementedError
 
-    def check_sampling(self, prompt_ids: list[int]) -> None:
+    def check_sampling(self, prompt_ids: list[int], top_k: int = 0) -> None:
         """Check that the server's log-probabilities are those of the distribution that it samples from.
 
         The gap between the log-probabilities of two tokens is the gap between their logits, divided by the temperature.
@@ -241,7 +250,7 @@ class HttpControl:
         Raises:
             UserError: The log-probabilities do not follow the temperature, or the server does not have the route.
         """
-        at_one, at_two = self._top_logprobs(prompt_ids, 1.0), self._top_logprobs(prompt_ids, 2.0)
+        at_one, at_two = (self._top_logprobs(prompt_ids, temperature, top_k) for temperature in (1.0, 2.0))
         shared = sorted(at_one.keys() & at_two.keys(), key=lambda token: at_one[token])
         if len(shared) < 2:
             raise UserError(
@@ -256,8 +265,8 @@ class HttpControl:
                 f"at temperature 1, {gap_at_two:.4f} at 2). {self.sampling_hint}"
             )
 
-    def _top_logprobs(self, prompt_ids: list[int], temperature: float) -> dict[int, float]:
-        """Log-probabilities of the most likely next tokens."""
+    def _top_logprobs(self, prompt_ids: list[int], temperature: float, top_k: int) -> dict[int, float]:
+        """Log-probabilities of the most likely next tokens, sampled from `top_k` of them if that is over 0."""
         raise NotImplementedError
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:

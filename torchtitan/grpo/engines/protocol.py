@@ -9,6 +9,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import ANY_VOCAB, FinishReason
 from torchtitan.grpo.errors import PlainError, UserError
@@ -88,9 +89,9 @@ def error_text(payload: bytes) -> str:
 class SamplingParams:
     """How a prompt is answered.
 
-    In training only the temperature shapes the distribution, so a trainer that divides its logits by the same
-    temperature computes the same log-probabilities. With top-p or min-p, an answer's log-probabilities are those of the
-    engine: of the kept tokens alone, or of all.
+    A trainer that divides its logits by the same temperature computes the same log-probabilities. Where top-k, top-p or
+    min-p cut tokens, it needs to know which: `kept`. Without it, log-probabilities are those of the engine: of the kept
+    tokens alone, or of all.
 
     Attributes:
         n: Answers to the prompt.
@@ -101,6 +102,9 @@ class SamplingParams:
         seed: The same seed, prompt and weights give the same answers. None leaves the seed to the engine.
         ignore_eos: Do not stop at the model's own end tokens; `stop_token_ids` and `stop` still stop.
         top_p: Keep the most likely tokens that have this probability together. 1 keeps all.
+        top_k: Keep so many of the most likely tokens. 0 keeps all.
+        min_p: Keep tokens of at least this share of the most likely one's probability.
+        kept: Have each answer say which tokens could be drawn, with log-probabilities among these. It needs `top_k`.
         routes: Have each answer say which experts computed it, as routes of this shape. None: it need not.
         vocab_size: The model's. No token that an environment puts in may be over it.
         first: Answer it before waiting requests that do not say so, where the server schedules by priority.
@@ -114,6 +118,9 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    kept: bool = False
     routes: RouteShape | None = None
     first: bool = False
     vocab_size: int = ANY_VOCAB
@@ -124,12 +131,13 @@ class Completion:
     """One answer. `token_ids`, `logprobs` and `versions` have one entry per answer token.
 
     Attributes:
-        logprobs: log p(token) after the temperature, in float32 precision.
+        logprobs: log p(token) after the temperature, in float32 precision; among the kept tokens if `kept` is there.
         finish_reason: "stop" (a stop or end token, or a stop string) or "length" (`max_tokens`). What a server aborts
             by itself, as when it is stopped, is an EngineError.
         versions: The weight version that sampled each token.
         server: The address of the server, which the router fills in.
         routes: If asked for: the experts of prompt and answer less its last token, [positions, layers, top_k].
+        kept: If asked for: what could be drawn in place of each token.
     """
 
     token_ids: list[int]
@@ -138,6 +146,7 @@ class Completion:
     versions: list[int]
     server: str = ""
     routes: np.ndarray | None = field(default=None, compare=False)
+    kept: KeptTokens | None = field(default=None, compare=False)
 
     def stopped_after(self, tokens: int) -> Self:
         """The answer as if it had stopped after so many tokens."""
@@ -149,6 +158,7 @@ class Completion:
             versions=self.versions[:tokens],
             finish_reason="stop",
             routes=None if self.routes is None else self.routes[: len(self.routes) - left_out],
+            kept=None if self.kept is None else self.kept.first(tokens),
         )
 
 

@@ -36,6 +36,7 @@ class SglangClient(HttpClient):
     """
 
     route_hint = "is this an SGLang server?"
+    kept_hint = "use SGLang 0.5.23 or newer"
 
     @functools.cached_property
     def _name(self) -> str:
@@ -64,7 +65,7 @@ class SglangClient(HttpClient):
         """What a request says of the weights that it wants."""
         return {"extra_key": str(version)}
 
-    def _spans(self, meta: "_Meta") -> list[Span] | None:
+    def _spans(self, meta: "_Meta[int]") -> list[Span] | None:
         """Which versions sampled an answer, as far as the server reports them; else one did, the request's."""
         return meta.weight_versions
 
@@ -83,6 +84,8 @@ class SglangClient(HttpClient):
         } | self._weights(version)
         if params.routes is not None:
             body["return_routed_experts"] = True
+        if params.kept:
+            body["return_sampling_mask"] = True
         try:
             payload = await self._post(GENERATE_ROUTE, body, request_id, deadline)
         except (asyncio.CancelledError, EngineError):
@@ -97,6 +100,7 @@ class SglangClient(HttpClient):
             completions = [_completion(answer, version, own) for answer, own in zip(answers, spans, strict=True)]
             sent = [answer.meta_info.routed_experts for answer in answers]
             self._add_routes(params, prompt_ids, completions, sent)
+            self._add_kept(params, completions, [answer.meta_info.output_token_sampling_mask for answer in answers])
         self._check_origin(request_id, [answer.meta_info.weight_versions for answer in answers], version)
         self._check(request_id, completions, spans, params, version)
         if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
@@ -131,8 +135,8 @@ def _sampling_params(params: SamplingParams, index: int) -> dict[str, Any]:
         "sampling_seed": None if params.seed is None else params.seed + index,
         "ignore_eos": params.ignore_eos,
         "top_p": params.top_p,
-        "top_k": -1,
-        "min_p": 0.0,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
@@ -145,15 +149,18 @@ class _Finish(msgspec.Struct):
     message: str | None = None
 
 
-class _Meta(msgspec.Struct):
+class _Meta(msgspec.Struct, Generic[Id]):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
     weight_versions: list[Span] | None = None
     routed_experts: str | None = None
+    output_token_sampling_mask: list[list[Id]] | None = None
+    output_token_sampling_logprobs: list[Logprob] | None = None
+    """Among the kept tokens; those of `output_token_logprobs` are among all."""
 
 
 class _Answer(msgspec.Struct, Generic[Id]):
-    meta_info: _Meta
+    meta_info: _Meta[Id]
     output_ids: list[Id] | None = None
 
 
@@ -164,9 +171,12 @@ def _completion(answer: _Answer[int], version: int, spans: list[Span] | None) ->
     token_ids, meta = answer.output_ids or [], answer.meta_info
     if meta.finish_reason is None or meta.finish_reason.type not in _COMPLETE:
         raise ValueError(f"the server aborted an answer after {len(token_ids)} tokens: {meta.finish_reason}")
+    logprobs = meta.output_token_sampling_logprobs
+    if logprobs is None:
+        logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs or []]
     return Completion(
         token_ids=token_ids,
-        logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs or []],
+        logprobs=logprobs,
         finish_reason=meta.finish_reason.type,
         versions=versions_of(spans, len(token_ids), version),
     )

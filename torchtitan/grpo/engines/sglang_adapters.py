@@ -62,7 +62,7 @@ class SglangAdapterClient(SglangClient):
         named = super()._weights(version)
         return named | {"lora_path": version_name(version)} if version >= 0 else named
 
-    def _spans(self, meta: _Meta) -> list[Span] | None:
+    def _spans(self, meta: _Meta[int]) -> list[Span] | None:
         return None
 
     def _raise_for_status(self, route: str, status: int, payload: bytes, request_id: str) -> None:

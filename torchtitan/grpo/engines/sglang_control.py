@@ -89,6 +89,25 @@ class SglangControl(HttpControl):
                 "it with --enable-return-routed-experts"
             )
 
+    def _check_kept(self, prompt_id: int, top_k: int, min_p: float) -> None:
+        info = self.info()
+        limit = int(info.get("sampling_mask_max_tokens") or 0)
+        if not limit:
+            raise UserError(
+                f"{self.url}: SGLang {info.get('version')} does not tell which tokens it kept, which [rollout] top_k "
+                "needs: use 0.5.23 or newer, or set top_k = 0"
+            )
+        if top_k > limit:
+            raise UserError(
+                f"{self.url}: --sampling-mask-max-tokens {limit} is under [rollout] top_k = {top_k}: raise the first "
+                "or lower the second"
+            )
+        if min_p and info.get("enable_deterministic_inference"):  # the first such request would end the server
+            raise UserError(
+                f"{self.url}: SGLang has no min-p with --enable-deterministic-inference: set [rollout] min_p = 0, or "
+                "start it without that flag"
+            )
+
     def _check_owner(self) -> None:
         """SGLang knows no owner, but it has the name of the weights. A run on this host can be looked up, and one that
         took the server from us lives."""
@@ -202,8 +221,9 @@ class SglangControl(HttpControl):
         version = self._json("GET", "/model_info", "weight version", lambda said: said.get("weight_version"))
         return None if version is None else str(version)
 
-    def _top_logprobs(self, prompt_ids: list[int], temperature: float) -> dict[int, float]:
-        sampling = {"temperature": temperature, "max_new_tokens": 1, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+    def _top_logprobs(self, prompt_ids: list[int], temperature: float, top_k: int) -> dict[int, float]:
+        sampling = {"temperature": temperature, "max_new_tokens": 1, "top_p": 1.0, "ignore_eos": True}
+        sampling |= {"top_k": top_k or -1}
         body = {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True}
         body |= {"top_logprobs_num": _TOP_LOGPROBS, "stream": False}
 

@@ -31,6 +31,7 @@ class VllmClient(HttpClient):
     """
 
     routes_hint = "start vLLM with --enable-return-routed-experts --moe-backend triton"
+    kept_hint = "start vLLM (0.32 or newer) with --return-sampling-mask"
     route_hint = "start vLLM with --enable-scale-out (0.32 and newer)"
 
     def _reply_type(self, token_id: Any) -> Any:
@@ -53,6 +54,8 @@ class VllmClient(HttpClient):
             body["priority"] = -1  # without effect if vLLM schedules in order of arrival
         if params.routes is not None:
             body["return_routed_experts"] = True  # vLLM ignores it, and tells if it was started so
+        if params.kept:
+            body["return_sampling_mask"] = True  # the same
         headers = {COHORT_HEADER: f"{cohort[0]}/{cohort[1]}"} if cohort else {}
         payload = await self._post(GENERATE_ROUTE, body, request_id, deadline, headers)
         with self._reading(request_id):
@@ -61,6 +64,7 @@ class VllmClient(HttpClient):
                 raise ValueError(f"{len(choices)} answers, {params.n} were asked, with numbers 0 to {params.n - 1}")
             completions = [_completion(choice, version) for choice in choices]
             self._add_routes(params, prompt_ids, completions, [choice.routed_experts for choice in choices])
+            self._add_kept(params, completions, [choice.kept_tokens or choice.sampling_mask for choice in choices])
         spans = [choice.weight_versions for choice in choices]
         self._check_origin(request_id, spans, version)
         self._check(request_id, completions, spans, params, version)
@@ -69,18 +73,20 @@ class VllmClient(HttpClient):
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:
     """The request's sampling parameters. Those that shape the distribution are explicit, since a server's defaults may
-    come from the model's generation_config.json."""
+    come from the model's generation_config.json. A vLLM that tells the kept tokens is never asked for a temperature of
+    0, or for all tokens, which it refuses."""
+    picks = params.top_k > 0 and not params.temperature
     return {
         "n": params.n,
-        "temperature": params.temperature,
+        "temperature": 1.0 if picks else params.temperature,
         "max_tokens": params.max_tokens,
         "stop_token_ids": list(params.stop_token_ids),
         "seed": params.seed,
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
         "top_p": params.top_p,
-        "top_k": 0,
-        "min_p": 0.0,
+        "top_k": 1 if picks else params.top_k,
+        "min_p": params.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
@@ -108,6 +114,8 @@ class _Choice(msgspec.Struct, Generic[Id]):
     finish_reason: FinishReason | None = None
     weight_versions: list[Span] | None = None
     routed_experts: str | None = None
+    sampling_mask: list[list[Id]] | None = None
+    kept_tokens: str | None = None
 
 
 class _Reply(msgspec.Struct, Generic[Id]):

@@ -73,6 +73,16 @@ class VllmControl(HttpControl):
                 "vLLM with --enable-return-routed-experts --moe-backend triton"
             )
 
+    def _check_kept(self, prompt_id: int, top_k: int, min_p: float) -> None:
+        phase, path = "check of kept tokens", "/inference/v1/generate"
+        sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": top_k, "detokenize": False, "ignore_eos": True}
+        body = {"token_ids": [prompt_id] * 2, "return_sampling_mask": True, "sampling_params": sampling}
+        if self._json("POST", path, phase, lambda said: said["choices"][0].get("sampling_mask"), body=body) is None:
+            raise UserError(
+                f"{self.url}: does not tell which tokens it kept, which [rollout] top_k needs: start vLLM (0.32 or "
+                "newer) with --return-sampling-mask, or set top_k = 0"
+            )
+
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
         params = {"mode": mode, "clear_cache": str(clear_cache).lower()}
         self._call("POST", "/pause", "pause", params=params, timeout_s=timeout_s)
@@ -130,9 +140,10 @@ class VllmControl(HttpControl):
         self._check(reply, phase, path)
         return self._read(reply, path, phase, lambda said: str(said["weight_version"]))
 
-    def _top_logprobs(self, prompt_ids: list[int], temperature: float) -> dict[int, float]:
+    def _top_logprobs(self, prompt_ids: list[int], temperature: float, top_k: int) -> dict[int, float]:
         phase, path = "sampling check", "/inference/v1/generate"
         sampling = {"n": 1, "max_tokens": 1, "temperature": temperature, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+        sampling |= {"top_k": top_k} if top_k else {}
         sampling |= {"repetition_penalty": 1.0, "logprobs": _TOP_LOGPROBS, "detokenize": False, "ignore_eos": True}
         reply = self._request("POST", path, phase, body={"token_ids": prompt_ids, "sampling_params": sampling})
         if reply.status in (403, 404):

@@ -42,7 +42,9 @@ LARGE_PER_MESSAGE = 16
 """Entries with larger arrays, which are experts, leave in messages of so few that the first part is small: pyzmq copies
 a part below 64 KiB, and an entry without its large arrays has about 1 KiB."""
 
-_MAY_WAIT = ("request_id", "new_token_ids", "new_logprobs")
+_MASK = "new_sampling_mask"
+"""The field with the tokens that the sampler kept, from vLLM 0.32 on: vLLM's `SamplingMaskLists`."""
+_MAY_WAIT = ("request_id", "new_token_ids", "new_logprobs", _MASK)
 """Fields of an entry that may wait. An entry with a value in any other field is sent at once."""
 _EXPERTS = "routed_experts"
 """The field with the experts of tokens: an array of which each row is a position's."""
@@ -56,6 +58,7 @@ class _Bundle:
 
     Attributes:
         like: The first of its log-probabilities, vLLM's `LogprobsLists`, with the columns' types and row shapes.
+        masks: The tokens that were kept, of one entry after the other.
         room: How many entries of one token may still join without a look at their arrays.
     """
 
@@ -64,6 +67,7 @@ class _Bundle:
     ids: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
+    masks: list[Any] = field(default_factory=list)
     like: Any = None
     room: int = 0
 
@@ -84,6 +88,8 @@ class _Bundle:
 
     def add(self, entry: Any) -> None:
         self.token_ids += entry.new_token_ids
+        if (mask := getattr(entry, _MASK, None)) is not None:
+            self.masks.append(mask)
         logprobs = entry.new_logprobs
         if logprobs is None:
             return
@@ -104,6 +110,8 @@ class _Bundle:
         None."""
         self.add(entry)
         entry.new_token_ids = self.token_ids
+        if self.masks:
+            setattr(entry, _MASK, _joined(self.masks))
         if self.like is not None:
             columns = zip((self.ids, self.values, self.ranks), self.like[:3], strict=True)
             arrays = (np.array(column, part.dtype).reshape(-1, *part.shape[1:]) for column, part in columns)
@@ -211,6 +219,13 @@ class Bundles:
             return self._others(entry) == self._nothing
         except (ValueError, RuntimeError):  # an array, which is not simply equal to None
             return False
+
+
+def _joined(masks: list[Any]) -> Any:
+    """`SamplingMaskLists` of positions in a row. One of a single position has no offsets."""
+    lengths = [[len(mask.token_ids)] if mask.offsets is None else np.diff(mask.offsets) for mask in masks]
+    ids = np.concatenate([mask.token_ids for mask in masks])
+    return type(masks[0])(ids, np.concatenate([[0], *lengths]).cumsum())
 
 
 def _array_bytes(entry: Any) -> int:

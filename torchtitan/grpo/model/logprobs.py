@@ -16,6 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.grpo.policy.microbatch import Kept
+
+CUT = -1e30
+"""The logit of a token that the sampler could not draw. It has probability 0, and unlike -inf no gradient of NaN."""
+
 
 def token_logprobs(
     hidden: Tensor,
@@ -31,6 +36,7 @@ def token_logprobs(
     predictions: bool = False,
     softcap: float = 0.0,
     round_logits: bool = False,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, ...]:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that distribution, in nats.
 
@@ -55,6 +61,7 @@ def token_logprobs(
         softcap: Logits become softcap * tanh(logit / softcap) before the temperature, as in Gemma 2. 0: they stay.
         round_logits: Round logits to hidden's dtype, which halves their memory. In bfloat16 log-probabilities then move
             by 0.025 nat on average (SmolLM2-135M, whose sampled tokens have logits of 25).
+        kept: The softmax, and so every result, is over these tokens alone; targets are among them. None: over all.
 
     Returns:
         logprobs [T] and entropy [T]. With `others` also [T, K + 1]: their log-probabilities, and in the last column
@@ -70,9 +77,8 @@ def token_logprobs(
         raise ValueError(f"others must be [T, K] with T = {targets.shape[0]}, got {tuple(others.shape)}")
     group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
     known = targets.new_empty(len(targets), 0) if others is None else others.long()
-    logprobs, entropy, is_likeliest, of_others = _TokenLogprobs.apply(
-        hidden, weight, targets, known, temperature, chunk_tokens, group, compile, kept_bytes, softcap, round_logits
-    )
+    options = temperature, chunk_tokens, group, compile, kept_bytes, softcap, round_logits, kept
+    logprobs, entropy, is_likeliest, of_others = _TokenLogprobs.apply(hidden, weight, targets, known, *options)
     found = (logprobs, entropy) if others is None else (logprobs, entropy, of_others)
     return (*found, is_likeliest) if predictions else found
 
@@ -92,6 +98,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept_bytes: int,
         softcap: float,
         round_logits: bool,
+        kept_tokens: Kept | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         projection = weight.to(hidden.dtype).T  # [D, V_local]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -100,10 +107,13 @@ class _TokenLogprobs(torch.autograd.Function):
         local_targets, is_local, columns, are_local = columns[:, 0], are_local[:, 0], columns[:, 1:], are_local[:, 1:]
         stats = torch.empty(5 if others.shape[1] else 4, len(targets), dtype=dtype, device=hidden.device)
         other_logits = torch.empty(others.shape, dtype=dtype, device=hidden.device)
+        first_column = 0 if kept_tokens is None else _first_column(weight.shape[0], group, weight.device)
         kept: list[Tensor] = []
         room = kept_bytes if any(ctx.needs_input_grad[:2]) else 0
         for rows in _chunks(len(targets), chunk_tokens):
             logits = _capped(product(hidden[rows], projection, logits_dtype), softcap)
+            if kept_tokens is not None:
+                logits = _cut(logits, kept_tokens.part(rows), first_column)
             if len(kept) * chunk_tokens == rows.start and logits.nbytes <= room:  # a prefix of the chunks
                 kept.append(logits)
                 room -= logits.nbytes
@@ -132,7 +142,7 @@ class _TokenLogprobs(torch.autograd.Function):
         of_rows = highest, log_mass, logprobs, entropy
         ctx.save_for_backward(hidden, weight, *at_target, *at_others, *of_rows, *kept)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
-        ctx.softcap, ctx.logits_dtype = softcap, logits_dtype
+        ctx.softcap, ctx.logits_dtype, ctx.kept, ctx.first_column = softcap, logits_dtype, kept_tokens, first_column
         ctx.set_materialize_grads(False)
         is_likeliest = target_logit >= highest
         ctx.mark_non_differentiable(is_likeliest)
@@ -175,6 +185,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = kept[i]
             else:
                 logits = _capped(product(hidden[rows], compute_weight.T, ctx.logits_dtype), ctx.softcap)
+                if ctx.kept is not None:
+                    logits = _cut(logits, ctx.kept.part(rows), ctx.first_column)
             row_grads = _compiled(_row_grads, len(logits) == ctx.chunk_tokens) if ctx.compile else _row_grads
             of_entropy: tuple[Tensor | None, Tensor | None] = (None, None)
             if grad_entropy is not None:
@@ -189,14 +201,14 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_others is not None:
                 _put(grad, columns[rows], at_others[rows], are_local[rows])
             if ctx.softcap:
-                grad = (grad * (1 - (logits / ctx.softcap) ** 2)).to(hidden.dtype)
+                grad = (grad * (1 - (logits / ctx.softcap).clamp(min=-1) ** 2)).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ compute_weight
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[rows])
         if grad_hidden is not None and ctx.group is not None and len(hidden):
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 9
+        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 10
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
@@ -218,6 +230,22 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _capped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def _cut(logits: Tensor, kept: Kept, first_column: Tensor | int) -> Tensor:
+    """Put `CUT` for the logits [C, V_local] of all tokens that are not kept, in place. Nothing waits for the device.
+
+    Args:
+        first_column: The id of this slice's first token.
+    """
+    rows = torch.repeat_interleave(kept.counts, output_size=len(kept.ids))
+    columns = kept.ids.long() - first_column
+    is_local = (columns >= 0) & (columns < logits.shape[1])
+    places = rows * logits.shape[1] + columns.where(is_local, 0)
+    values = logits.view(-1)[places].where(is_local, CUT)
+    logits.masked_fill_((kept.counts > 0)[:, None], CUT)
+    logits.view(-1).scatter_reduce_(0, places, values, "amax")  # ids of other slices change nothing
+    return logits
 
 
 def _row_stats(logits: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,12 +314,19 @@ def _localize(targets: Tensor, local_width: int, group: dist.ProcessGroup | None
     """Targets as columns of this rank's slice (0 if elsewhere or -1), and whether they are in it. No host sync."""
     if group is None:
         return targets.clamp(min=0), targets >= 0
-    # Shard(0) cuts equal slices, so the widest one gives each rank's offset.
-    width = torch.full((), local_width, dtype=torch.int64, device=targets.device)
-    dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
-    columns = targets - dist.get_rank(group) * width
+    columns = targets - _first_column(local_width, group, targets.device)
     is_local = (columns >= 0) & (columns < local_width) & (targets >= 0)
     return columns.where(is_local, 0), is_local
+
+
+def _first_column(local_width: int, group: dist.ProcessGroup | None, device: torch.device) -> Tensor | int:
+    """Of this rank's slice, in the whole vocabulary. No host sync."""
+    if group is None:
+        return 0
+    # Shard(0) cuts equal slices, so the widest one gives each rank's offset.
+    width = torch.full((), local_width, dtype=torch.int64, device=device)
+    dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
+    return dist.get_rank(group) * width
 
 
 def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:

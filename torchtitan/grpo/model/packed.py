@@ -106,7 +106,7 @@ def _packed_forward(
     the target is a likeliest token, bool [answer tokens].
     """
     tokens, positions, answer_positions, routes = row.tokens, row.positions, row.answer_positions, row.routes
-    targets, top_ids = row.targets, row.top_ids
+    targets, top_ids, kept_tokens = row.targets, row.top_ids, row.kept
     if compile:
         documents = documents_for_compiled_blocks(row, max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS))
     else:
@@ -118,6 +118,7 @@ def _packed_forward(
         tokens, positions = context.part(tokens), context.part(positions)
         answer_positions, targets = answer_positions[own] - context.rank * len(tokens), targets[own]
         top_ids = None if top_ids is None else top_ids[own]
+        kept_tokens = kept_tokens and kept_tokens.part(own)
         if tokens.device.type == "cpu":
             documents = documents.with_padded()
     elif tokens.device.type == "cpu" and tp_mesh is None and not compile:
@@ -152,6 +153,7 @@ def _packed_forward(
         round_logits=round_logits,
         others=top_ids if torch.is_grad_enabled() and not predictions else None,
         predictions=predictions,
+        kept=kept_tokens,
     )
     return found if context is None else tuple(context.gather(values, starts) for values in found)
 

@@ -98,6 +98,7 @@ def training_samples(
             teacher_advantages(sample, distill.coef) if distill and not distill.top_k else [],
             sample.routes if grpo.routing_replay else None,
             sample.teacher_top if distill and distill.top_k else None,
+            sample.kept,
         )
         for (sample, advantage), weight in zip(answers, weights, strict=True)
         if weight or grpo.kl_placement == "reward"  # a sample without weight costs nothing, unless KL needs its place

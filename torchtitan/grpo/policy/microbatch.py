@@ -51,6 +51,25 @@ class DocumentKeys(NamedTuple):
         )
 
 
+class Kept(NamedTuple):
+    """The tokens that the sampler kept at each of T positions: probabilities are among these, and the others have none.
+
+    Attributes:
+        counts: int32 [T], how many; 0 is all.
+        ids: int32 [sum of counts], different ones at each position.
+        ends: int64 [T + 1] on the host: those of position t are `ids[ends[t] : ends[t + 1]]`.
+    """
+
+    counts: Tensor
+    ids: Tensor
+    ends: np.ndarray
+
+    def part(self, rows: slice) -> "Kept":
+        """Those of consecutive positions."""
+        first, last = int(self.ends[rows.start]), int(self.ends[rows.stop])
+        return Kept(self.counts[rows], self.ids[first:last], self.ends[rows.start : rows.stop + 1] - first)
+
+
 @dataclass
 class Microbatch:
     """One packed row on the device: what the model [T] and the loss [A] read. A is the number of trained answer tokens.
@@ -67,6 +86,7 @@ class Microbatch:
         samples: int64 [n], which of the samples given to `pack` has sample id k.
         routes: See `PackedRow`.
         top_ids, top_logprobs: int32 and float32 [A, K].
+        kept: The tokens that the sampler kept; None if all.
         keys: What documents attend to; None if each attends to the positions that the row has of it.
         answers_at: `answer_positions` on the host, ascending.
     """
@@ -88,6 +108,7 @@ class Microbatch:
     routes: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+    kept: Kept | None = None
     keys: DocumentKeys | None = None
 
     @classmethod
@@ -114,6 +135,8 @@ class Microbatch:
             "routes": row.routes,
             "top_ids": row.top_ids,
             "top_logprobs": row.top_logprobs,
+            "kept_counts": row.kept_counts,
+            "kept_ids": row.kept_ids,
         }
         tensors = {name: torch.from_numpy(array.astype(np.int64)) for name, array in wide.items()}
         tensors |= {name: _tensor(array) for name, array in as_they_are.items() if array is not None}
@@ -124,8 +147,10 @@ class Microbatch:
         if keys is not None:
             positions, cu_keys, order, bounds = moved[len(tensors) :]
             keys = keys._replace(positions=positions, cu_keys=cu_keys, order=order, bounds=bounds)
-        tensors = dict(zip(tensors, moved, strict=False))
-        return cls(**tensors, max_seqlen=int(np.diff(cu_seqlens).max()), answers_at=at, keys=keys)
+        tensors, kept = dict(zip(tensors, moved, strict=False)), None
+        if row.kept_counts is not None:
+            kept = Kept(tensors.pop("kept_counts"), tensors.pop("kept_ids"), np.append(0, row.kept_counts.cumsum()))
+        return cls(**tensors, max_seqlen=int(np.diff(cu_seqlens).max()), answers_at=at, kept=kept, keys=keys)
 
     def without_routes(self) -> "Microbatch":
         """The same row for a model that routes by itself, as the reference does."""

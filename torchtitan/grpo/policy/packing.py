@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import free
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
@@ -130,6 +131,7 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
         ("servers", sample.servers if len(sample.servers) else sample.answer_ids),
         ("token advantages", sample.token_advantages or sample.answer_ids),
         ("positions with a teacher's tokens", sample.answer_ids if sample.top is None else sample.top.ids),
+        ("positions with kept tokens", sample.answer_ids if sample.kept is None else sample.kept),
         ("loss mask values", sample.answer_ids if sample.loss_mask is None else sample.loss_mask),
     ):
         if len(values) != len(sample.answer_ids):
@@ -220,6 +222,10 @@ def _build(
         result.top_ids = np.concatenate([none.ids, *(t.ids[:end] for t, end in zip(tops, ends, strict=True))])[kept]
         logprobs = [none.logprobs, *(t.logprobs[:end] for t, end in zip(tops, ends, strict=True))]
         result.top_logprobs = np.concatenate(logprobs)[kept]
+    if any(s.kept is not None for s in laid):
+        cuts = [s.kept.first(end) if s.kept else KeptTokens.all(end) for s, end in zip(laid, ends, strict=True)]
+        cut = KeptTokens.joined(cuts).where(kept)
+        result.kept_counts, result.kept_ids = cut.counts, cut.ids
     return result
 
 

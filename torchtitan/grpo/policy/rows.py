@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from torchtitan.grpo.data import array_bytes
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.samples import TopTokens
 
 PADDING_DOCUMENT_TOKENS = 256
@@ -38,6 +39,7 @@ class PackedSample:
         routes: The experts of each position of the document, and maybe more, see `data/routes.py`. None leaves the
             choice to the routers.
         top: The teacher's likeliest tokens at each answer token. None: there are none.
+        kept: The tokens that could be drawn in place of each answer token. None: all.
     """
 
     prompt_ids: list[int] | np.ndarray
@@ -51,6 +53,7 @@ class PackedSample:
     token_advantages: list[float] = field(default_factory=list)
     routes: np.ndarray | None = None
     top: TopTokens | None = None
+    kept: KeptTokens | None = None
 
     @property
     def trained_end(self) -> int:
@@ -89,6 +92,7 @@ class PackedRow:
         token_advantages: float32 [A], in place of `advantages`; None where an answer has one for all its tokens.
         routes: uint8 or int16 [T, layers, top_k], see `PackedSample`; all `routes.free` where the router chooses.
         top_ids, top_logprobs: int32 and float32 [A, K], see `TopTokens`.
+        kept_counts, kept_ids: int32 [A] and their sum, see `KeptTokens`.
     """
 
     tokens: np.ndarray
@@ -106,6 +110,8 @@ class PackedRow:
     routes: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    kept_counts: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None
 
     @property
     def padding(self) -> int:

@@ -85,6 +85,7 @@ class ServerCommand:
         lora_layers: The layers of a block that they adapt. SGLang makes place for these alone.
         lora_versions: How many versions of them answers may name at once. vLLM has one at a time.
         routes: Answers say which experts computed them.
+        kept: Answers say which tokens could be drawn.
     """
 
     engine: ClassVar[str]
@@ -112,6 +113,8 @@ class ServerCommand:
     """It tells the experts of tokens on a CPU."""
     routes_recomputed: ClassVar[bool] = True
     """It still tells a token's experts after it has computed its keys and values again."""
+    kept_on_cpu: ClassVar[bool] = True
+    """It tells the kept tokens on a CPU."""
     scores_at_any_temperature: ClassVar[bool] = False
     """As a teacher it gives log-probabilities of given tokens at any temperature, not only at 1."""
 
@@ -130,6 +133,7 @@ class ServerCommand:
     lora_layers: tuple[str, ...] = ALL_LINEAR
     lora_versions: int = 1
     routes: bool = False
+    kept: bool = False
 
     def argv(self, port: int, folder: str = "") -> list[str]:
         """The command line. It never holds an API key.
@@ -259,6 +263,7 @@ class VllmCommand(ServerCommand):
     python_variable = "VLLM_PYTHON"
     key_variable = "VLLM_API_KEY"
     own_flags = ("--model", "--host", "--port", "--api-key", "--tensor-parallel-size", "-tp")
+    kept_on_cpu = False  # it needs a Triton for CPUs, which no package has
     _requirement = "'vllm>=0.25.1,<0.34'"
     _needs_plugin = True
 
@@ -283,6 +288,13 @@ class VllmCommand(ServerCommand):
         entrypoints = Path(folder, "entrypoints") if folder else None
         if entrypoints and any(b"enable_scale_out" in path.read_bytes() for path in entrypoints.rglob("*.py")):
             flags.append("--enable-scale-out")
+        if self.kept:
+            if folder and b"return_sampling_mask" not in Path(folder, "engine", "arg_utils.py").read_bytes():
+                raise ServerCommandError(
+                    f"the vLLM of {self.found_python()} does not tell which tokens it kept, which [rollout] top_k "
+                    "needs: install vLLM 0.32 or newer, or set top_k = 0"
+                )
+            flags.append("--return-sampling-mask")
         if self._key():
             flags += ["--middleware", "torchtitan.grpo.inside_vllm.api_key.ApiKeyMiddleware"]
         if self.lora_rank:

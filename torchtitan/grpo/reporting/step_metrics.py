@@ -59,6 +59,7 @@ def _described(sample: Sample) -> dict[str, Any]:
         "failures": len(sample.reward_failures.keys() - {TEACHER}),
         "teacher_failed": TEACHER in sample.reward_failures,
         "reverse_kl": None if sample.teacher_logprobs is None else reverse_kl_sum(sample),
+        "kept": [] if sample.kept is None else [len(sample.kept.ids), int((sample.kept.counts > 0).sum())],
     }
 
 
@@ -97,6 +98,9 @@ def answer_metrics(
         metrics |= {"rollout/age_mean": sum(a * n for a, n in ages.items()) / tokens, "rollout/age_max": max(ages)}
         if max_age:
             metrics |= {f"rollout/age_{age}_fraction": ages[age] / tokens for age in range(max_age + 1)}
+    kept = [sum(column) for column in zip(*(answer["kept"] for answer in answers if answer["kept"]), strict=True)]
+    if kept and kept[1]:
+        metrics["rollout/kept_tokens_mean"] = kept[0] / kept[1]
     if scored:
         metrics |= {"reward/mean": fmean(scored), "reward/std": pstdev(scored)}
     by_function: defaultdict[str, list[float]] = defaultdict(list)

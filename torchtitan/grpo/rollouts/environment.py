@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import ANY_VOCAB, REWARD_MAX, Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -128,6 +129,7 @@ class Turns:
         """
         self._route(completion)
         self._sample.servers.append((len(self._sample.token_ids), completion.server))
+        self._keep(completion.kept, len(completion.token_ids))
         self._append(completion.token_ids, completion.logprobs, completion.versions, True)
         self._sample.finish_reason = completion.finish_reason
 
@@ -142,6 +144,7 @@ class Turns:
                 'Turns.given takes token ids, not a text: client.tokenizer(text, add_special_tokens=False)["input_ids"]'
             )
         version = self._sample.versions[-1:] or [0]
+        self._keep(None, len(token_ids))
         self._append(token_ids, [0.0] * len(token_ids), version * len(token_ids), False)
 
     def sample(self) -> Sample:
@@ -161,6 +164,13 @@ class Turns:
         known = sample.routes
         sample.routes = routes if known is None else np.concatenate([known, routes[len(known) :]])
 
+    def _keep(self, kept: KeptTokens | None, tokens: int) -> None:
+        """What could be drawn in place of the tokens that are appended next; None: they need none."""
+        before = self._sample.kept
+        if kept is not None or before is not None:
+            parts = before or KeptTokens.all(len(self._sample.token_ids)), kept or KeptTokens.all(tokens)
+            self._sample.kept = KeptTokens.joined(parts)
+
     def _append(self, token_ids: list[int], logprobs: list[float], versions: list[int], sampled: bool) -> None:
         self._sample.token_ids += token_ids
         self._sample.logprobs += logprobs
@@ -172,7 +182,12 @@ async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     """The default: each sample is one answer."""
     completions = await client.generate(prompt.token_ids, n=client.params.n, seed=client.params.seed)
     return [
-        Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason, servers=[(0, c.server)], routes=c.routes)
+        Sample(
+            *(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason),
+            servers=[(0, c.server)],
+            routes=c.routes,
+            kept=c.kept,
+        )
         for c in completions
     ]
 
@@ -190,6 +205,7 @@ def checked(
     routes: RouteShape | None = None,
     vocab_size: int = ANY_VOCAB,
     prompt_tokens: int | None = None,
+    kept: bool = False,
 ) -> Group:
     """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
@@ -202,6 +218,7 @@ def checked(
         vocab_size: The model's.
         prompt_tokens: Of the group's prompt. What a sample's prompt has beyond it counts to `max_tokens`. None: of each
             sample's own.
+        kept: Samples say which tokens could be drawn.
 
     Raises:
         UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
@@ -236,17 +253,28 @@ def checked(
             )
         if routes is not None and tokens:
             _check_routes(sample, routes, where)
+        if kept:
+            _check_kept(sample, where)
         if tokens and max(sample.token_ids) >= vocab_size:
             raise ValueError(f"a sample with token {max(sample.token_ids)}, and the model has {vocab_size}")
         if tokens > max_tokens:
             sample.finish_reason = "length"
             for column in (sample.token_ids, *columns):
                 del column[max_tokens:]
+            sample.kept = sample.kept and sample.kept.first(max_tokens)
         own = len(sample.prompt.token_ids)
         beyond = own - (own if prompt_tokens is None else prompt_tokens)
         if sample.finish_reason == "length" and tokens + beyond < max_tokens:
             sample.finish_reason = "stop"
     return samples
+
+
+def _check_kept(sample: Sample, where: str) -> None:
+    if sample.sampled_tokens and (sample.kept is None or len(sample.kept) != len(sample.token_ids)):
+        raise UserError(
+            f"{where}: a sample of {len(sample.token_ids)} tokens says of {len(sample.kept or ())} which tokens were "
+            "kept, and [rollout] top_k needs all: make samples with `Turns`, or pass on `Completion.kept`"
+        )
 
 
 def _check_routes(sample: Sample, shape: RouteShape, where: str) -> None:

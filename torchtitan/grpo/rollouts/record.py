@@ -10,6 +10,8 @@ CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay a
     prompt_ids, prompt_lengths                  the same for the prompts, each of them once
     routes, route_lengths                       experts [positions, layers, top_k] of prompts and answers, and the
                                                 positions of each; only with [grpo] routing_replay
+    kept_counts, kept_ids                       int32: how many tokens could be drawn in place of each, 0 for all, and
+                                                their ids, end to end; only with [rollout] top_k
     about                                       JSON as bytes: rewards, texts, and which answer is of which group
 """
 

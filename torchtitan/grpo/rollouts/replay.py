@@ -93,5 +93,7 @@ class Replay:
             wrong = f"[distill] top_k = {wants}: {path} has {found} of a teacher's likeliest tokens"
         elif top is not None and wants and int(top.ids.max(initial=-1)) >= self._vocab_size:
             wrong = f"[model] hf_assets_path: {path} has token {int(top.ids.max())}, which this model does not have"
+        elif sample.kept is not None and (most := int(sample.kept.ids.max(initial=-1))) >= self._vocab_size:
+            wrong = f"[model] hf_assets_path: {path} has token {most}, which this model does not have"
         if wrong:
             raise UserError(f"{wrong}: use the configuration of the run that was recorded")

@@ -297,6 +297,10 @@ class RolloutWorker:
             (*self.model.end_token_ids, *rollout.stop_token_ids),
             self.config.debug.seed or 0,
             stop=tuple(rollout.stop),
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            kept=rollout.top_k > 0 and temperature > 0,
             routes=self.model.routes if temperature else None,  # held-out answers need none
             vocab_size=self.model.vocab_size,
         )

@@ -353,7 +353,8 @@ class Rollouts(Absent):
         server.client = None  # the process asks for answers
         recomputes = self.config.async_grpo.recomputes_kv
         needs = longest_tokens(self.config), self.end_token_ids[0], recomputes, self.source.identity
-        server.check = lambda: server.control.check(*needs, routes=bool(self.source.routes))
+        rollout, routes = self.config.rollout, bool(self.source.routes)
+        server.check = lambda: server.control.check(*needs, routes=routes, top_k=rollout.top_k, min_p=rollout.min_p)
         return server
 
 

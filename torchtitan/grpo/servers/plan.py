@@ -82,6 +82,7 @@ def planned_servers(config: JobConfig, gpus: int, trainers_here: int, model: str
             # A step may train on answers that began this many versions ago, and new ones begin.
             lora_versions=1 + config.async_grpo.max_age,
             routes=config.grpo.routing_replay,
+            kept=rollout.top_k > 0,
         )
         for i in range(rollout.replicas)
     ]

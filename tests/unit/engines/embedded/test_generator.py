@@ -1,7 +1,9 @@
 """The embedded engine's generator against plain transformers."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -9,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from torchtitan.grpo.engines.embedded.bodies import reply
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
-from torchtitan.grpo.engines.embedded.sampling import noise_key, sample, uniform
+from torchtitan.grpo.engines.embedded.sampling import Cut, noise_key, sample, uniform
 from torchtitan.grpo.engines.protocol import SamplingParams
 
 VOCAB = 96
@@ -107,9 +109,9 @@ def test_top_p_keeps_the_likeliest_tokens_of_their_own_rows() -> None:
     probabilities = torch.tensor([0.4, 0.1, 0.3, 0.2])
     logits, temperatures = probabilities.log().expand(3000, 4), torch.ones(3000)
     keys, positions = torch.arange(3000) * 7919, torch.zeros(3000, dtype=torch.int64)
-    cuts = {row: [0.65, 0.75, 0.0, 0.35][row % 4] for row in range(1500)}
-    tokens, logprobs, _, _ = sample(logits, temperatures, keys, positions, cuts=cuts)
-    plain, full, _, _ = sample(logits, temperatures, keys, positions)
+    cuts = {row: Cut([0.65, 0.75, 0.0, 0.35][row % 4]) for row in range(1500)}
+    tokens, logprobs, *_ = sample(logits, temperatures, keys, positions, cuts=cuts)
+    plain, full, *_ = sample(logits, temperatures, keys, positions)
     assert torch.equal(tokens[1500:], plain[1500:]) and torch.equal(logprobs[1500:], full[1500:])
     for number, kept in enumerate([[0, 2], [0, 2, 3], [0], [0]]):
         own = slice(number, 1500, 4)
@@ -118,6 +120,45 @@ def test_top_p_keeps_the_likeliest_tokens_of_their_own_rows() -> None:
         torch.testing.assert_close(logprobs[own], expected)
         shares = torch.bincount(tokens[own], minlength=4)[kept] / 375
         assert (shares - probabilities[kept] / probabilities[kept].sum()).abs().max() < 0.1
+
+
+CUTS = [Cut(top_k=5), Cut(0.8, 6), Cut(0.8, 0, 0.1), Cut(1.0, 8, 0.3), Cut(0.7, 9, 0.05), Cut(0.9, 64), Cut(1e-9, 3)]
+
+
+def chi_square_bound(freedom: int) -> float:
+    """The 99.9 % quantile of chi-square, by Wilson and Hilferty's approximation (1931)."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3 if freedom else 1e-9
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_cut_distributions(cut: Cut) -> None:
+    """Which tokens are kept, against the definitions in float64; their counts, by a chi-square test; and all are told
+    in chunks of any size."""
+    draws = 8000
+    logits = (torch.randn(64, generator=torch.Generator().manual_seed(3)) * 2).double()
+    temperature = 0.8
+    order = (-logits).argsort().tolist()
+    shares = (logits / temperature).softmax(0).tolist()
+    best = [token for token in order if shares[token] >= cut.min_p * shares[order[0]]][: cut.top_k or None]
+    mass = sum(shares[token] for token in best)
+    before = [sum(shares[token] for token in best[:i]) for i in range(len(best))]
+    best = [token for i, token in enumerate(best) if cut.top_p == 1 or not i or before[i] < cut.top_p * mass]
+    expected = torch.tensor([shares[token] for token in best], dtype=torch.float64)
+    expected /= expected.sum()
+
+    told = {row: replace(cut, told=row % 2 == 0) for row in range(draws)}
+    keys, positions = torch.arange(draws) * 104729, torch.zeros(draws, dtype=torch.int64)
+    rows = logits.float().expand(draws, -1)
+    tokens, logprobs, _, _, kept = sample(rows, torch.full((draws,), temperature), keys, positions, cuts=told)
+    assert sorted(kept) == list(range(0, draws, 2))
+    assert {tuple(ids.tolist()) for ids in kept.values()} == {tuple(sorted(best))}
+    assert kept[0].dtype == np.int32
+    counts = torch.bincount(tokens, minlength=64)[best].double()
+    assert int(counts.sum()) == draws
+    chi_square = float(((counts - draws * expected) ** 2 / (draws * expected)).sum())
+    assert chi_square <= chi_square_bound(len(best) - 1)
+    of_token = dict(zip(best, expected.log().tolist(), strict=True))
+    torch.testing.assert_close(logprobs.double(), torch.tensor([of_token[t] for t in tokens.tolist()]).double())
 
 
 def test_a_stop_string_ends_its_own_rows(model: PreTrainedModel) -> None:
@@ -393,7 +434,7 @@ def test_samples_follow_the_distribution() -> None:
     positions = torch.arange(draws) % 7
     for temperature in (1.0, 0.5):
         temperatures = torch.full((draws,), temperature)
-        tokens, logprobs, _, _ = sample(logits.expand(draws, -1), temperatures, keys, positions)
+        tokens, logprobs, *_ = sample(logits.expand(draws, -1), temperatures, keys, positions)
         expected = torch.softmax(logits[0] / temperature, -1)
         observed = torch.bincount(tokens, minlength=12) / draws
         # Five standard deviations of a binomial frequency.

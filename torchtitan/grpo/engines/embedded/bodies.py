@@ -10,7 +10,7 @@ from torchtitan.grpo.data.routes import to_npy
 from torchtitan.grpo.engines.embedded.generator import Answer, Generator, Request
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.protocol import SamplingParams
-from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
+from torchtitan.grpo.inside_vllm.flat_logprobs import KEPT_TOKENS, LOWEST, kept_text
 
 TOP_LOGPROBS_MAX = 20
 ANSWERS_MAX = 1 << 16
@@ -18,8 +18,6 @@ ANSWERS_MAX = 1 << 16
 INT64 = range(-(1 << 63), 1 << 63)
 
 NEUTRAL = {
-    "top_k": (0, -1),
-    "min_p": (0, 0.0),
     "repetition_penalty": (1, 1.0),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
@@ -63,7 +61,12 @@ def generation(body: dict, generator: Generator) -> Request:
         ignore_eos=bool(sampling.pop("ignore_eos", False)),
         stop=tuple(stop),
         top_p=_share(sampling, "top_p", 1.0),
+        top_k=max(0, _whole(sampling, "top_k", 0, -1, INT64.stop - 1)),
+        min_p=_share(sampling, "min_p", 0.0),
+        kept=bool(body.get("return_sampling_mask")),
     )
+    if params.kept and not params.top_k:
+        raise BadRequest("return_sampling_mask needs top_k over 0, which bounds how many tokens are kept")
     flat_logprobs = bool(sampling.pop("flat_logprobs", False))
     top_logprobs = _whole(sampling, "logprobs", 0, 0, min(TOP_LOGPROBS_MAX, generator.model.config.vocab_size))
     for name, value in sampling.items():
@@ -125,7 +128,15 @@ def _choice(index: int, answer: Answer) -> dict:
         else [],
         **_logprobs(answer),
         **({"routed_experts": to_npy(np.concatenate(answer.routes))} if answer.routes else {}),
+        **_kept(answer),
     }
+
+
+def _kept(answer: Answer) -> dict:
+    if not answer.request.params.kept:
+        return {}
+    masks = [ids.tolist() for ids in answer.kept]
+    return {KEPT_TOKENS: kept_text(masks)} if answer.request.flat_logprobs else {"sampling_mask": masks}
 
 
 def _logprobs(answer: Answer) -> dict:

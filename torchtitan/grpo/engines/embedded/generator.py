@@ -15,7 +15,7 @@ from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.embedded.kv_cache import RowCache, cache_argument
 from torchtitan.grpo.engines.embedded.model import logits_of
 from torchtitan.grpo.engines.embedded.routing import RoutingRecorder
-from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
+from torchtitan.grpo.engines.embedded.sampling import Cut, noise_key, sample
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.stop_strings import Decode, ends_in_stop
 
@@ -33,6 +33,7 @@ class Answer:
         key: Key of its noise, see `sampling.uniform`.
         version_starts: (weight version, index of the first token that it sampled).
         routes: If the request asks for them: the experts of consecutive positions, [positions, layers, top_k] each.
+        kept: If the request asks for them: the ids of the tokens that could be drawn in place of each, ascending.
         top_logprobs: If the request asks for k of them: k (token, log-probability) pairs for each token, the sampled
             token first, then the most likely others.
     """
@@ -45,6 +46,7 @@ class Answer:
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     routes: list[np.ndarray] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -327,8 +329,9 @@ class Generator:
         noise = torch.tensor([(answer.key, len(answer.token_ids)) for answer in answers]).to(logits.device)
         temperatures = torch.tensor([answer.request.params.temperature for answer in answers]).to(logits.device)
         top = max(answer.request.top_logprobs for answer in answers)
-        cuts = {i: cut for i, answer in enumerate(answers) if (cut := answer.request.params.top_p) != 1}
-        tokens, logprobs, top_ids, top_values = sample(logits, temperatures, noise[:, 0], noise[:, 1], top, cuts)
+        shapes = [(answer.request.params, i) for i, answer in enumerate(answers)]
+        cuts = {i: Cut(p.top_p, p.top_k, p.min_p, p.kept) for p, i in shapes if p.top_p != 1 or p.top_k or p.min_p}
+        tokens, logprobs, top_ids, top_values, kept = sample(logits, temperatures, noise[:, 0], noise[:, 1], top, cuts)
         best = list(zip(top_ids.tolist(), top_values.tolist(), strict=True)) if top else []
         finished: list[Request] = []
         for i, (answer, token, logprob) in enumerate(zip(answers, tokens.tolist(), logprobs.tolist(), strict=True)):
@@ -338,6 +341,8 @@ class Generator:
                 answer.version_starts.append((self.version, len(answer.token_ids)))
             answer.token_ids.append(token)
             answer.logprobs.append(logprob)
+            if answer.request.params.kept:
+                answer.kept.append(kept[i])
             if answer.request.top_logprobs:
                 others = [pair for pair in zip(*best[i], strict=True) if pair[0] != token]
                 answer.top_logprobs.append([(token, logprob), *others][: answer.request.top_logprobs])

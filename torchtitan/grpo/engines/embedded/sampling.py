@@ -2,8 +2,10 @@
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 CHUNK_ELEMENTS = 1 << 25
@@ -40,15 +42,33 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return _shift_right(x, 11).double() * 2.0**-53
 
 
-def truncated(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [R, V] of the tokens that top-p [R] keeps, -inf for the others.
+@dataclass(frozen=True)
+class Cut:
+    """What a row keeps of the vocabulary, see `SamplingParams`, and whether it is to be told."""
 
-    It keeps the most likely tokens until they have this probability together. The most likely token is always kept.
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    told: bool = False
+
+
+def truncated(logprobs: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+    """Log-probabilities [R, V] of the tokens that are kept, -inf for the others.
+
+    As in vLLM, top-p is a share of the probability that min-p and top-k leave: it keeps the most likely tokens until
+    they have this share together. The most likely token is always kept.
     """
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=logprobs.dtype, device=logprobs.device)[:, None]
+
     values, order = logprobs.sort(dim=-1, descending=True)
-    probabilities = values.exp()
-    before = probabilities.cumsum(dim=-1) - probabilities
-    dropped = before >= top_p[:, None]
+    ranks = torch.arange(values.shape[1], device=values.device)
+    dropped = ranks >= column([cut.top_k or values.shape[1] for cut in cuts])
+    dropped |= values < values[:, :1] + column([cut.min_p for cut in cuts]).log()
+    probabilities = values.exp().masked_fill(dropped, 0)
+    before, top_p = probabilities.cumsum(dim=-1) - probabilities, column([cut.top_p for cut in cuts])
+    dropped |= (before >= top_p * probabilities.sum(dim=-1, keepdim=True)) & (top_p < 1)
     dropped[:, 0] = False
     return logprobs.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), -torch.inf).log_softmax(dim=-1)
 
@@ -59,8 +79,8 @@ def sample(
     keys: torch.Tensor,
     positions: torch.Tensor,
     top: int = 0,
-    cuts: Mapping[int, float] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    cuts: Mapping[int, Cut] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, dict[int, np.ndarray]]:
     """Draw one token per row by inverting the cumulative distribution at the row's own uniform number.
 
     Each row and position has its own number. So a row draws the same token in any batch, as long as its logits are
@@ -71,23 +91,26 @@ def sample(
         temperatures: [R] float32, 0 or from TEMPERATURE_MIN to TEMPERATURE_MAX.
         keys, positions: [R] int64, see `uniform`.
         top: How many of the most likely tokens to return as well.
-        cuts: Top-p of the rows that have one; see `truncated`. Other rows do not change by it.
+        cuts: Of the rows that have one; see `truncated`. Other rows do not change by it.
 
     Returns:
         tokens [R] int64, log-probabilities [R] float32, and for `top` > 0 the most likely tokens' ids and
-        log-probabilities, [R, top] each. Log-probabilities are NaN where the logits are.
+        log-probabilities, [R, top] each. Log-probabilities are NaN where the logits are. Last, the ids of the tokens
+        that are kept, int32 in ascending order, by row of those whose cut is told.
     """
     rows_per_chunk = max(1, CHUNK_ELEMENTS // logits.shape[1])
     numbers = uniform(keys, positions)
     greedy = temperatures == 0
     divisors = torch.where(greedy, 1.0, temperatures)
     tokens, logprobs, top_ids, top_logprobs = [], [], [], []
+    kept: dict[int, np.ndarray] = {}
     for start in range(0, logits.shape[0], rows_per_chunk):
         rows = slice(start, start + rows_per_chunk)
         chunk = torch.log_softmax(logits[rows].float() / divisors[rows, None], dim=-1)
         if own := {row - start: cut for row, cut in (cuts or {}).items() if start <= row < start + len(chunk)}:
-            places, top_p = torch.tensor(list(own)).to(chunk.device), torch.tensor(list(own.values())).to(chunk.device)
-            chunk[places] = truncated(chunk[places], top_p)
+            places = torch.tensor(list(own)).to(chunk.device)
+            chunk[places] = truncated(chunk[places], list(own.values()))
+            kept |= _kept(chunk, [row for row, cut in own.items() if cut.told], start)
         cumulative = chunk.exp().cumsum(dim=-1, dtype=torch.float64)
         # A number is < 1, so the target is below the last entry. `right` skips tokens of probability 0.
         targets = numbers[rows] * cumulative[:, -1]
@@ -101,5 +124,14 @@ def sample(
             top_ids.append(best.indices)
             top_logprobs.append(best.values)
     if not top:
-        return torch.cat(tokens), torch.cat(logprobs), None, None
-    return torch.cat(tokens), torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs)
+        return torch.cat(tokens), torch.cat(logprobs), None, None, kept
+    return torch.cat(tokens), torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs), kept
+
+
+def _kept(logprobs: torch.Tensor, rows: list[int], first: int) -> dict[int, np.ndarray]:
+    """The tokens over -inf of some rows, by row with `first` added."""
+    if not rows:
+        return {}
+    places, ids = (logprobs[rows] > -torch.inf).nonzero().cpu().numpy().T
+    ends = np.searchsorted(places, np.arange(1, len(rows)))
+    return {first + row: own for row, own in zip(rows, np.split(ids.astype(np.int32), ends), strict=True)}
