@@ -39,3 +39,17 @@ def sglang_lora() -> None:
 def sglang() -> None:
     choose = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: choose("fork", force)
+
+
+def vllm_ngram() -> None:
+    """Speculative decoding of vLLM 0.32 on a CPU divides logits by memory that nobody wrote: the replacement of the
+    Triton kernel that repeats each request's temperature fills a copy. Here it fills what it was given."""
+    from vllm.utils import cpu_triton_utils
+
+    vllm()
+    cpu_triton_utils._expand_kernel_impl = _expand
+
+
+def _expand(output: Any, values: Any, ends: Any, replace_from: Any, replace_to: Any, *_: Any) -> None:
+    kept = values.where(values != replace_from, values.new_full((), replace_to))
+    output.copy_(kept.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))

@@ -51,13 +51,15 @@ class RunningServer:
     log_path: Path
 
 
-def save_tiny_qwen3(folder: Path, *, vocab_size: int = 512, seed: int = 0, tied: bool = False) -> Path:
+def save_tiny_qwen3(
+    folder: Path, *, hidden_size: int = 64, vocab_size: int = 512, seed: int = 0, tied: bool = False
+) -> Path:
     """Write a random 2-layer Qwen3 (float32, about 0.2 M parameters) as a Hugging Face folder without tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     Qwen3ForCausalLM(
-        Qwen3Config(**TINY, hidden_size=64, head_dim=32, vocab_size=vocab_size, tie_word_embeddings=tied)
+        Qwen3Config(**TINY, hidden_size=hidden_size, head_dim=32, vocab_size=vocab_size, tie_word_embeddings=tied)
     ).save_pretrained(folder)
     return folder
 

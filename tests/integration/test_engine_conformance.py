@@ -6,16 +6,20 @@ model. The model learns the quickstart's task in the end. transformers is the ju
 """
 
 import asyncio
+import copy
 import dataclasses
 import functools
+import json
 import os
 import pkgutil
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +31,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import ROOT
 from tests.helpers.kept import worst_difference
 from tests.helpers.served_logprobs import answer_logprobs
-from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen2, server_pids, supervised
+from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen2, save_tiny_qwen3, server_pids, supervised
 from tests.helpers.trainer_runs import embedded_server, train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
 from torchtitan.grpo.data.tokenizer import load_tokenizer
@@ -39,6 +43,7 @@ from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
 from torchtitan.grpo.rollouts.teachers.connect import check_tokenizer, served_by, vocabulary_probes
 from torchtitan.grpo.rollouts.teachers.scorers import Scores
 from torchtitan.grpo.servers.supervisor import Supervisor
+from torchtitan.grpo.weight_sync.link import WeightSyncError
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.grpo.weight_wire import version_names
 from torchtitan.grpo.weight_wire.version_names import version_name
@@ -364,13 +369,13 @@ def test_an_update_in_flight(served: Served, recompute_kv):
         assert served.differences("B", fresh).max() <= EXACT, "a cached prefix outlived its weights"
 
 
-def across_update(served: Served, trainer: Trainer) -> list[Completion]:
-    """LONG's answers, begun under the weights A and finished under B."""
+def across_update(served: Served, trainer: Trainer, params: SamplingParams = LONG) -> list[Completion]:
+    """Long answers, begun under the weights A and finished under B."""
 
     async def run(wait_s: float) -> tuple[list[Completion], float]:
         client, clock = trainer.server.client, asyncio.get_running_loop().time
         started = clock()
-        answers = asyncio.create_task(client.generate(PROMPT, LONG, f"long{trainer.server.version}"))
+        answers = asyncio.create_task(client.generate(PROMPT, params, f"long{trainer.server.version}"))
         if wait_s:
             await asyncio.sleep(wait_s)
             await asyncio.to_thread(trainer.publish, trainer.server.version + 1, "B")
@@ -542,3 +547,99 @@ def test_a_server_that_was_killed_is_started_again_and_catches_up(served: Served
         assert answer.versions == [version] * 12
         assert served.differences(name, answer).max() <= EXACT
     assert served.differences("A", answers[1]).mean() > DIFFERENT, "A and B must differ for this test to mean much"
+
+
+@pytest.mark.vllm
+def test_each_version_is_quantized_anew(tmp_path):
+    """vLLM's FP8 on a CPU with AMX. Its activations are bfloat16, so answers are near the reference, not equal."""
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's FP8 kernels for CPUs need AMX")
+    folders = {"A": save_tiny_qwen3(tmp_path / "A", hidden_size=128)}  # its kernels take no biases
+    folders["B"] = changed(folders["A"], 7, tmp_path / "B")
+    with supervised("vllm", tmp_path, folders["A"], *ONE_PROCESS, fp8=True) as running:
+        served = Served("vllm", running, folders)
+        for name, model in list(served.references.items()):
+            served.references[f"{name} in FP8"] = in_fp8(model)
+        check_a_lost_weight(served, "model.layers.1.mlp.up_proj.weight")
+        with Trainer(served) as trainer:
+            for version, name in ((1, "B"), (2, "A"), (3, "B")):
+                trainer.publish(version, name)
+                [answers] = served.ask((PROMPT, SamplingParams(8, 1.0, 16, ignore_eos=True)), version=version)
+                assert {version for answer in answers for version in answer.versions} == {version}
+                plain, rounded = (
+                    torch.cat([served.differences(which, answer) for answer in answers]).mean()
+                    for which in (name, f"{name} in FP8")
+                )
+                assert rounded < 0.06 and rounded < plain / 2, (rounded, plain)
+
+
+def check_a_lost_weight(served: Served, lost: str) -> None:
+    source, model = trainer_of(served.folders["A"])
+    keep = SimpleNamespace(to_hf=lambda state: {k: v for k, v in source.adapter.to_hf(state).items() if k != lost})
+    sync = WeightSync(weights_of(source, model, keep), SYNC, Fleet([served.url], lambda url: served.server()), CPU)
+    with pytest.raises(WeightSyncError, match=f"lacks 1 weights of the served model.*{lost}"):
+        sync.connect()
+    sync.close()
+
+
+def in_fp8(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with linear layers as FP8 holds them: blocks of 128 x 128 weights have a scale. vLLM fuses layers."""
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        a, m = layer.self_attn, layer.mlp
+        for fused in ((a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (m.gate_proj, m.up_proj), (m.down_proj,)):
+            weights = [linear.weight.data for linear in fused]
+            blocks = torch.cat(weights).bfloat16().float().unfold(0, 128, 128).unfold(1, 128, 128)
+            scales = blocks.abs().amax((2, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+            rounded = (blocks / scales).to(torch.float8_e4m3fn).float() * scales
+            rows = rounded.transpose(1, 2).flatten(0, 1).flatten(1).split([len(weight) for weight in weights])
+            for weight, its_rows in zip(weights, rows, strict=True):
+                weight.copy_(its_rows)
+    return model
+
+
+@pytest.mark.vllm
+def test_tokens_that_were_drafted(tmp_path):
+    """vLLM drafts by n-grams. With large embeddings the last token decides most, so the models repeat themselves."""
+    folders = {"A": save_tiny_qwen2(tmp_path / "A")}
+    folders["B"] = changed(folders["A"], 7, tmp_path / "B")
+    for folder in folders.values():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.get_input_embeddings().weight.data *= 30
+        model.save_pretrained(folder)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    flags = (*ONE_PROCESS, "--speculative-config", json.dumps(drafts))
+    with supervised("vllm", tmp_path, folders["A"], *flags, plugin="vllm_ngram") as running:
+        served = Served("vllm", running, folders)
+
+        params = dataclasses.replace(LONG, n=4, temperature=0.2, max_tokens=60, seed=1)
+        exact = EXACT / params.temperature
+        other = dataclasses.replace(params, seed=None)
+        [answers], [again, _] = served.ask((PROMPT, params)), served.ask((PROMPT, params), (PROMPT[:9], other))
+        assert [a.token_ids for a in answers] == [a.token_ids for a in again], "a seed gives one answer"
+        surprises = [surprise(served.references["A"], answer, params.temperature) for answer in answers]
+        total, variance = map(sum, zip(*surprises, strict=True))
+        assert abs(total) < 4 * variance**0.5, "they are not samples of the model's distribution"
+        for answer in answers:
+            assert served.differences("A", answer, temperature=params.temperature).max() <= exact
+
+        with Trainer(served) as trainer:
+            for answer in across_update(served, trainer, dataclasses.replace(other, n=2, max_tokens=120)):
+                versions = torch.tensor(answer.versions)
+                assert versions.unique_consecutive().tolist() == [versions[0], versions[0] + 1]
+                for name, version in (("A", versions[0]), ("B", versions[0] + 1)):
+                    differences = served.differences(name, answer, temperature=params.temperature)
+                    assert differences[versions == version].max() <= exact
+        counts = requests.get(f"{served.url}/metrics", timeout=30).text
+        accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total{.*} (.*)$", counts, re.M)
+        assert accepted and float(accepted[1]) > 20
+
+
+@torch.no_grad()
+def surprise(model: PreTrainedModel, answer: Completion, temperature: float) -> tuple[float, float]:
+    """Sum and variance of log-probability plus entropy over the tokens: of mean 0 if they are the model's samples."""
+    logits = model(torch.tensor([PROMPT + answer.token_ids])).logits[0, len(PROMPT) - 1 : -1] / temperature
+    logprobs = logits.double().log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    variance = (logprobs.exp() * logprobs**2).sum(-1) - entropy**2
+    return (torch.tensor(answer.logprobs) + entropy).sum().item(), variance.sum().item()

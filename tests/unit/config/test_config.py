@@ -49,6 +49,7 @@ def load_toml(tmp_path: Path, text: str, *flags: str):
 
 # Each row: a TOML text, then parts of the message: the key's name and the hint.
 LORA = "[optimizer]\nlr = 1e-4\n[lora]\nenable = true\n"
+FP8 = "[rollout]\nengine = 'vllm'\nreplicas = 1\nquantization = 'fp8'\n"
 BAD_TOML = {
     # unknown names
     "key": ("[grpo]\ngroup_sise = 4", "[grpo] group_sise", "did you mean [grpo] group_size?"),
@@ -157,6 +158,17 @@ BAD_TOML = {
         '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets',
         "recompute_kv_cache_after_weight_updates = false",
     ),
+    "FP8 in the embedded server": (
+        "[rollout]\nquantization = 'fp8'",
+        '[rollout] quantization = "fp8"',
+        'engine = "vllm"',
+    ),
+    "FP8 uncorrected": (
+        FP8 + "[grpo]\nimportance_correction = 'none'",
+        '[rollout] quantization = "fp8" samples with other probabilities',
+        'set "truncate" or "mask"',
+    ),
+    "FP8 and adapters": (FP8 + LORA, '[rollout] quantization = "fp8" is for weights', "leave one of them out"),
     "half of SGLang's attention": (
         LORA + "target_modules = ['k_proj', 'q_proj', 'up_proj', 'gate_proj']\n[rollout]\nengine = 'sglang'",
         '[lora] target_modules has q_proj, k_proj, which [rollout] engine = "sglang" adapts with "v_proj" only: add it',

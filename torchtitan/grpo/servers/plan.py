@@ -83,6 +83,7 @@ def planned_servers(config: JobConfig, gpus: int, trainers_here: int, model: str
             lora_versions=1 + config.async_grpo.max_age,
             routes=config.grpo.routing_replay,
             kept=rollout.top_k > 0,
+            fp8=rollout.quantization == "fp8",
         )
         for i in range(rollout.replicas)
     ]
