@@ -33,7 +33,7 @@ def _sample_state(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     state = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
     if sample.routes is not None:
         state["routes"] = to_npy(sample.routes)
-    if sample.teacher_top is not None:
-        state["teacher_top"] = [to_npy(sample.teacher_top.ids), to_npy(sample.teacher_top.logprobs.view(np.int32))]
+    if (top := state.pop("top")) is not None:
+        state["teacher_top"] = [to_npy(top.ids), to_npy(top.logprobs.view(np.int32))]
     own = sample.prompt
     return state if own.token_ids == prompt.token_ids else state | {"began": [own.token_ids, own.text]}

@@ -19,10 +19,17 @@ def worst_logprob_difference(url: str, reference: PreTrainedModel) -> float:
     return float((served - answer_logprobs(reference, PROMPT, answer)).abs().max())
 
 
-@torch.no_grad()
 def answer_logprobs(
     reference: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probabilities [tokens of the answer], from one pass over the whole sequence."""
+    return answer_distributions(reference, prompt, answer, temperature).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def answer_distributions(
+    reference: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probabilities [tokens of the answer, vocabulary]."""
     logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float() / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return logits.log_softmax(-1)

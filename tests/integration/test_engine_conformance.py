@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import ROOT
 from tests.helpers.kept import worst_difference
-from tests.helpers.served_logprobs import answer_logprobs
+from tests.helpers.served_logprobs import answer_distributions, answer_logprobs
 from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen2, save_tiny_qwen3, server_pids, supervised
 from tests.helpers.trainer_runs import embedded_server, train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
@@ -180,13 +180,18 @@ def test_the_server_is_as_the_trainer_needs_it(served: Served):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_samples_and_their_logprobs(served: Served, temperature):
-    params = SamplingParams(n=4, temperature=temperature, max_tokens=9, ignore_eos=True)
+    params = SamplingParams(n=4, temperature=temperature, max_tokens=9, ignore_eos=True, top_tokens=20)
     prompts = [[5, 9, 300, 17], [8], PROMPT]
     for prompt, group in zip(prompts, served.ask(*[(prompt, params) for prompt in prompts]), strict=True):
         assert len({tuple(completion.token_ids) for completion in group}) == 4
         for completion in group:
             assert (len(completion.token_ids), completion.finish_reason) == (9, "length")
             assert served.differences("A", completion, prompt, temperature).max() <= EXACT
+            expected = answer_distributions(served.references["A"], prompt, completion.token_ids, temperature)
+            ids, logprobs = (torch.from_numpy(part) for part in (completion.top.ids, completion.top.logprobs))
+            assert ids.shape == (9, 20) and all(len(set(own)) == 20 for own in ids.tolist())
+            assert (expected.gather(1, ids.long()) - logprobs).abs().max() <= EXACT
+            assert (expected.topk(20).values - logprobs.sort(descending=True).values).abs().max() <= EXACT
 
 
 def test_greedy(served: Served):

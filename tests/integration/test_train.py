@@ -24,7 +24,10 @@ from tests.helpers.trainer_runs import (
 
 
 def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_path):
+    """In the second minibatch of a step the policy is no longer the sampler, and there is something to center."""
     schedule = {"--lr_scheduler.total_steps": "4"}  # the first part must not decay to its own end
+    schedule |= {"--grpo.policy_loss": "cispo", "--grpo.minibatches": "2", "--grpo.proximal_logprobs": "sampler"}
+    schedule |= {"--grpo.importance_correction": "none", "--grpo.score_centering": "8"}
     whole = train(tmp_path / "whole", schedule | {"--training.steps": "4"})
     train(tmp_path / "parts", schedule | {"--training.steps": "2"})
     train(tmp_path / "parts", schedule | {"--training.steps": "4", "--checkpoint.resume": None})
@@ -35,6 +38,7 @@ def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_p
     plain = [[{k: v for k, v in s.items() if k not in validated} for s in without_times(r)] for r in (whole, resumed)]
     assert plain[0] == plain[1]
     assert len({line["train/grad_norm"] for line in whole}) == 4
+    assert min(line["policy/centering"] for line in whole) > 1e-4
     warmup = [8e-4 * step / 4 for step in (1, 2, 3, 4)]  # as long as the schedule
     assert [line["train/lr"] for line in whole] == pytest.approx(warmup)
 

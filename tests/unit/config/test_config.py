@@ -454,6 +454,36 @@ BAD_TOML = {
         "[distill]\nteacher_urls = ['http://a:1']\ntop_k = 5\n[grpo]\nkl_coef = 0.1\nkl_placement = 'reward'",
         '[grpo] kl_placement = "reward" with [distill]',
     ),
+    "centering and gspo": (
+        "[grpo]\nscore_centering = 20\npolicy_loss = 'gspo'",
+        '[grpo] score_centering = 20 with policy_loss = "gspo"',
+    ),
+    "centering and a loss of the user's": (
+        "[grpo]\nscore_centering = 20\npolicy_loss = 'a:b'",
+        '[grpo] score_centering = 20 with policy_loss = "a:b"',
+    ),
+    "centering and weights of answers": (
+        "[grpo]\nscore_centering = 20\nimportance_level = 'sequence'",
+        '[grpo] score_centering = 20 with importance_level = "sequence"',
+    ),
+    "centering and minibatches": (
+        "[grpo]\nscore_centering = 20\nminibatches = 2",
+        "[grpo] score_centering = 20 with minibatches = 2",
+        "set minibatches = 1",
+    ),
+    "centering and whole ratios": (
+        "[grpo]\nscore_centering = 20\nproximal_logprobs = 'sampler'\nimportance_correction = 'none'",
+        '[grpo] score_centering = 20 with proximal_logprobs = "sampler"',
+        'policy_loss = "cispo"',
+    ),
+    "centering and kept tokens": (
+        "[rollout]\ntop_k = 20\n[grpo]\nscore_centering = 20",
+        "[grpo] score_centering = 20 with [rollout] top_k = 20",
+    ),
+    "centering and a teacher": (
+        "[distill]\nteacher_urls = ['http://a:1']\n[grpo]\nscore_centering = 20",
+        "[grpo] score_centering = 20 with [distill] teacher_urls",
+    ),
     "a validation without rewards": (
         "[distill]\nteacher_urls = ['http://a:1']\n[reward]\nfunctions = []\n[validation]\nenable = true",
         "[validation] enable = true needs [reward] functions",

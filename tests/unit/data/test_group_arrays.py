@@ -52,7 +52,7 @@ def some_sample(chance: random.Random, prompt: Prompt, k: int) -> Sample:
         shape = (tokens, k)
         draw = np.random.default_rng(chance.randrange(2**32))
         top_logprobs = np.where(draw.random(shape) < 0.2, -np.inf, -draw.random(shape)).astype(np.float32)
-        sample.teacher_top = TopTokens(draw.integers(-1, 2**31 - 1, shape, np.int32), top_logprobs)
+        sample.top = TopTokens(draw.integers(-1, 2**31 - 1, shape, np.int32), top_logprobs)
     if chance.random() < 0.4:
         counts = np.array([chance.choice([0, 1, 5]) for _ in ids], np.int32)
         sample.kept = KeptTokens(counts, np.arange(counts.sum(), dtype=np.int32) + chance.randrange(2**20))
@@ -67,7 +67,7 @@ def assert_same(found: Group, group: Group) -> None:
             value, expected = getattr(ours, field.name), getattr(theirs, field.name)
             if field.compare:
                 assert repr(value) == repr(expected), field.name
-        tops = [(each.ids, each.logprobs) if each else () for each in (ours.teacher_top, theirs.teacher_top)]
+        tops = [(each.ids, each.logprobs) if each else () for each in (ours.top, theirs.top)]
         routes = [() if each is None else (each,) for each in (ours.routes, theirs.routes)]
         kept = [() if each is None else (each.counts, each.ids) for each in (ours.kept, theirs.kept)]
         for mine, their in (tops, routes, kept):

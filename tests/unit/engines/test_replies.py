@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import copy
 import http.server
 import json
 import threading
@@ -16,6 +17,7 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.inside_vllm.flat_logprobs import kept_text
+from torchtitan.grpo.inside_vllm.prompt_scores import as_text
 from torchtitan.grpo.weight_wire.version_names import version_name
 
 VOCAB, HAD, NEWEST = 1000, 3, 5
@@ -242,3 +244,53 @@ def test_routes_come_in_the_form_of_each_engine(url, engine):
     if engine == "sglang":
         (cut, _) = ask(url, engine, said, routes=shape, ignore_eos=True, stop_token_ids=(999,))
         assert cut.token_ids == [5, 999] and np.array_equal(cut.routes, routes[:3])
+
+
+LIKELIEST = [[[1, 7], [999, 3], [0, 8]], [[-0.5, -2.0], [-0.25, -9.0], [-0.125, -9999.0]]]
+"""Ids and log-probabilities in place of three tokens. What top-p has cut has -9999."""
+
+
+def with_likeliest(engine: str, ids: list[list[int]], logprobs: list[list[float]]) -> bytes:
+    if engine == "vllm":
+        said = as_vllm([GOOD, GOOD])
+        for choice in said["choices"]:
+            flat = [[value for position in part for value in (0, *position)] for part in (ids, logprobs)]
+            choice["top_tokens"] = as_text(*flat)  # the sampled token is the first
+    else:
+        said = as_sglang([GOOD, GOOD])
+        for answer in said:
+            nulled = [[None if p == -9999 else p for p in own] for own in logprobs]
+            pairs = [[[p, i, None] for i, p in zip(*own, strict=False)] for own in zip(ids, nulled, strict=True)]
+            answer["meta_info"]["output_top_logprobs"] = pairs
+    return json.dumps(said).encode()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_likeliest_tokens_come_in_the_form_of_each_engine(url, engine):
+    ids, logprobs = copy.deepcopy(LIKELIEST)
+    ids[1][1] = VOCAB  # an engine's padding, which the model does not have
+    said = with_likeliest(engine, ids, logprobs)
+    for completion in ask(url, engine, said, top_tokens=2, vocab_size=VOCAB):
+        assert completion.top.ids.tolist() == [[1, 7], [999, -1], [0, -1]]
+        assert completion.top.logprobs.tolist() == [[-0.5, -2.0], [-0.25, -np.inf], [-0.125, -np.inf]]
+        assert completion.stopped_after(1).top.ids.tolist() == [[1, 7]]
+    assert all(completion.top is None for completion in ask(url, engine, said)), "nobody asked for them"
+    with pytest.raises(EngineError, match=r"request r7: .*names no likeliest tokens .*score_centering"):
+        ask(url, engine, [GOOD, GOOD], top_tokens=2)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("row", "last", "said"),
+    [
+        (0, [8, 8], "a position has one of its likeliest tokens twice"),
+        (1, [-0.1, -0.2], "the likeliest tokens have a probability of 1.72"),
+        (1, [-0.1, float("nan")], "a probability of nan|malformed"),
+        (1, [-0.1], "9 token ids and 8 log-probabilities|3 positions of 2 likeliest tokens"),
+    ],
+)
+def test_likeliest_tokens_that_cannot_be_are_the_servers_failure(url, engine, row, last, said):
+    sent = copy.deepcopy(LIKELIEST)
+    sent[row][1] = last
+    with pytest.raises(EngineError, match=f"request r7: .*({said})"):
+        ask(url, engine, with_likeliest(engine, *sent), top_tokens=2, vocab_size=VOCAB)

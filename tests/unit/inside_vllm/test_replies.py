@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pydantic
 import pytest
 
+from torchtitan.grpo.data.top_tokens import Arrays, read
 from torchtitan.grpo.inside_vllm import flat_logprobs
 from torchtitan.grpo.inside_vllm.replies import with_field
 
@@ -37,7 +38,8 @@ def test_fields_are_added_to_the_choices_that_have_them():
 def flat(*positions: list[float]) -> SimpleNamespace:
     """vLLM's `FlatLogprobs` of these positions, each the sampled token's and others after it."""
     starts = [sum(map(len, positions[:i])) for i in range(len(positions))]
-    return SimpleNamespace(start_indices=starts, logprobs=[value for position in positions for value in position])
+    logprobs = [value for position in positions for value in position]
+    return SimpleNamespace(start_indices=starts, logprobs=logprobs, token_ids=list(range(len(logprobs))))
 
 
 def test_the_sampled_token_s_comes_first_and_json_can_say_all():
@@ -87,7 +89,6 @@ def serving(monkeypatch):
     [
         ({}, True),
         ({"flat_logprobs": False}, False),
-        ({"logprobs": 2}, False),
         ({"logprobs": None}, False),
         ({"output_kind": 1}, False),
     ],
@@ -102,6 +103,20 @@ def test_lists_are_sent_to_those_who_asked_for_them(serving, asked, lists):
     reply = asyncio.run(serving.serve_tokens_full_generator(request, results()))
     expected = [{"logprobs": None, "token_logprobs": [-0.5 - i]} if lists else {"logprobs": [-0.5 - i]} for i in (0, 1)]
     assert reply.model_dump()["choices"] == [{"index": i, "token_ids": [5]} | expected[i] for i in (0, 1)]
+
+
+def test_likeliest_tokens_are_sent_beside_the_sampled_ones(serving):
+    params = SimpleNamespace(flat_logprobs=True, logprobs=2, output_kind=2)
+    request = SimpleNamespace(sampling_params=params)
+    positions = [-3.0, -0.5, -1.0], [-0.25, -0.25, -2.0]
+
+    async def results():
+        yield SimpleNamespace(outputs=[SimpleNamespace(index=0, logprobs=flat(*positions))])
+
+    [choice] = asyncio.run(serving.serve_tokens_full_generator(request, results())).model_dump()["choices"]
+    assert choice["token_logprobs"] == [-3.0, -0.25]
+    ids, logprobs = read(Arrays(**choice["top_tokens"]), 2, 2)
+    assert ids.tolist() == [[0, 1, 2], [3, 4, 5]] and logprobs.tolist() == [list(position) for position in positions]
 
 
 def test_texts_are_left_as_they_are(serving):

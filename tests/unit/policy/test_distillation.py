@@ -74,7 +74,7 @@ def test_scores_of_a_teacher_that_this_run_has_not_change_no_gradient(zero_varia
     gradients = []
     for recorded in (True, False):
         groups = [
-            [taught([-1.0, -2.0], own if recorded else None, reward=reward, teacher_top=tops if recorded else None)
+            [taught([-1.0, -2.0], own if recorded else None, reward=reward, top=tops if recorded else None)
              for own, reward in zip(scores, rewards, strict=True)]
             for rewards in ([1.0, 0.0], [1.0, 1.0])
         ]  # fmt: skip
@@ -207,7 +207,7 @@ def test_the_loss_from_a_teachers_tokens_is_the_weighted_divergence_and_leaves_n
     distill = dataclasses.replace(DISTILL, top_k=2)
     theirs = torch.randn(3, V, generator=generator).log_softmax(-1).topk(2)
     top = TopTokens(theirs.indices.int().numpy(), theirs.values.numpy())
-    one = taught([-1.0, 0.0, -3.0], [-0.25, -7.0, -4.5], loss_mask=[True, False, True], teacher_top=top)
+    one = taught([-1.0, 0.0, -3.0], [-0.25, -7.0, -4.5], loss_mask=[True, False, True], top=top)
     failed = taught([-2.0], None, reward=None)
     keeps_all = Grpo(kl_placement="reward", importance_correction="none")
     samples = training_samples([[one, failed]], [[0.75, 0.0]], 0, keeps_all, 8, distill=distill)

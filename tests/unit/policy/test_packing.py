@@ -622,7 +622,7 @@ def test_a_teachers_tokens_lie_where_the_answers_tokens_are_predicted():
             assert np.array_equal(row.top_logprobs[at], own.logprobs[kept])
             seen.append(number)
     assert sorted(seen) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="sample 0 has 2 positions with a teacher's tokens for 3 answer tokens"):
+    with pytest.raises(ValueError, match="sample 0 has 2 positions with likeliest tokens for 3 answer tokens"):
         pack([dataclasses.replace(sample(2, 3), top=TopTokens.none(2, 3))], 16, 1)
 
 

@@ -500,7 +500,7 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew(made) -> Non
     sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0)
     sample.teacher_logprobs, sample.servers = [-0.25, 0.0], [(0, "http://a:1"), (1, "http://b:1")]
     sample.routes = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
-    sample.teacher_top = TopTokens(np.array([[5, 9], [-1, 6]], np.int32), np.array([[-0.1, -3], [-np.inf, 0]], "f4"))
+    sample.top = TopTokens(np.array([[5, 9], [-1, 6]], np.int32), np.array([[-0.1, -3], [-np.inf, 0]], "f4"))
     unscored = replace(sample, reward=None, reward_failures={"g": "raised OSError: down"})
     compacted = replace(sample, prompt=replace(sample.prompt, token_ids=[7, 8, 9], text="a summary"))
     buffer.finish(entries[0], [sample, unscored, compacted])
@@ -515,7 +515,7 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew(made) -> Non
     first, second, third = restored.entries.values()
     assert (first.number, first.begun, first.group) == (0, 0, [sample, unscored, compacted])
     for name in ("ids", "logprobs"):
-        kept, own = (getattr(each.teacher_top, name) for each in (first.group[0], sample))
+        kept, own = (getattr(each.top, name) for each in (first.group[0], sample))
         assert kept.dtype == own.dtype and np.array_equal(kept, own)
     kept, own = first.group[0].routes, sample.routes
     assert kept.dtype == own.dtype and np.array_equal(kept, own)

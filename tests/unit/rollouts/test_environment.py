@@ -4,11 +4,12 @@ import asyncio
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.data.kept_tokens import KeptTokens
-from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import Prompt, Sample, TopTokens
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.errors import UserError
@@ -152,6 +153,25 @@ def test_turns_know_what_was_kept_in_place_of_each_sampled_token() -> None:
     (cut,) = checked([sample], "e", 3, kept=True)
     assert cut.token_ids == [4, 5, 6] and cut.kept.ids.tolist() == [5, 90, 91, 6, 90, 91]
     assert checked([Sample(PROMPT, [], [], [], "abort")], "e", 3, kept=True), "nothing is trained"
+
+
+def test_turns_keep_the_likeliest_tokens_of_what_was_sampled() -> None:
+    turns, told = Turns(PROMPT), TopTokens(np.array([[8, 1], [9, 2]], np.int32), np.full((2, 2), -0.75, np.float32))
+    turns.given([6])
+    turns.sampled(Completion([8, 9], [-0.5] * 2, "stop", [1, 1], top=told))
+    turns.given([6])
+    turns.sampled(Completion([1], [-0.5], "stop", [1], top=told.cut(1)))
+    [sample] = checked([turns.sample()], "a", 4, top_tokens=2)
+    assert sample.token_ids == [6, 8, 9, 6]
+    assert sample.top.ids.tolist() == [[-1, -1], [8, 1], [9, 2], [-1, -1]]
+    assert np.exp(sample.top.logprobs).sum(1) == pytest.approx([0, 2 * np.exp(-0.75), 2 * np.exp(-0.75), 0])
+    only_given = Turns(PROMPT)
+    only_given.given([6])
+    checked([only_given.sample()], "a", 4, top_tokens=2)
+    for top in (None, told):
+        made = Sample(PROMPT, [5], [-0.5], [1], "stop", top=top)
+        with pytest.raises(UserError, match=r"2 likeliest tokens .*score_centering needs: make samples with `Turns`"):
+            checked([made], "a", 4, top_tokens=2)
 
 
 def test_a_text_is_no_turn() -> None:

@@ -67,23 +67,26 @@ def test_a_teachers_tokens_are_read_back_and_a_replay_must_want_as_many(tmp_path
     taught, failed, empty = (Sample(Prompt(0, [1], ""), [2, 3][:n], [-1.0] * n, [0] * n, "stop") for n in (2, 1, 0))
     for sample in (taught, empty):
         sample.reward, sample.teacher_logprobs = 0.0, [-0.5, -0.25][: len(sample.token_ids)]
-    taught.teacher_top = top
+    taught.top = top
     recorder(tmp_path).write(1, [[failed, taught, empty]])
     [path] = recorded_steps(tmp_path).values()
     [[first, second, third]] = read_step(path)[1]
-    assert first.teacher_top is None and third.teacher_top.ids.shape == (0, 2)
+    assert first.top is None and third.top.ids.shape == (0, 2)
     for name in ("ids", "logprobs"):
-        kept, own = getattr(second.teacher_top, name), getattr(top, name)
+        kept, own = getattr(second.top, name), getattr(top, name)
         assert kept.dtype == own.dtype and np.array_equal(kept, own)
     for top_k, vocab_size, message in (
-        (3, 10, r"\[distill\] top_k = 3: .* has 2 of a teacher's likeliest tokens"),
+        (3, 10, r"\[distill\] top_k = 3: .* has the 2 likeliest tokens"),
         (2, 9, r"\[model\] hf_assets_path: .* has token 9"),
     ):
         config = config_of()
         config.distill.top_k = top_k
         with pytest.raises(UserError, match=message):
             replay_of(tmp_path, config=config, vocab_size=vocab_size)
-    config.distill.top_k = 2
+    config.distill.top_k, config.grpo.score_centering = 0, 3
+    with pytest.raises(UserError, match=r"\[grpo\] score_centering = 3: .* has the 2 likeliest tokens"):
+        replay_of(tmp_path, config=config)
+    config.distill.top_k, config.grpo.score_centering = 2, 0
     assert replay_of(tmp_path, config=config).last_step == 1
     assert replay_of(tmp_path, vocab_size=9).last_step == 1, "a run without them does not read them"
 

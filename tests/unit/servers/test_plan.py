@@ -149,6 +149,13 @@ def test_servers_tell_the_kept_tokens_of_top_k(monkeypatch, tmp_path):
         server.argv(1, str(tmp_path))
 
 
+def test_vllm_may_be_asked_for_as_many_likeliest_tokens_as_the_run_wants(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    words = ["--rollout.engine", "vllm", "--rollout.replicas", "1", "--grpo.score_centering"]
+    assert "--max-logprobs 32" in plan_lines(configured(*words, "32"), 2, 1)[1]
+    assert "--max-logprobs" not in plan_lines(configured(*words, "20"), 2, 1)[1], "its own limit"
+
+
 def test_sglang_has_place_for_the_adapted_layers_and_all_versions_under_way(monkeypatch):
     words = ["--lora.enable", "--optimizer.lr", "1e-4", "--rollout.engine", "sglang", "--rollout.replicas", "1"]
     (server,) = planned_servers(configured(*words, "--lora.rank", "24"), 2, 1)

@@ -55,6 +55,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         _check_lora_job,
         _check_lengths,
         _check_losses,
+        _check_score_centering,
         check_servers,
         check_weight_sync,
         check_adapters,
@@ -151,6 +152,37 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
         )
     if grpo.importance_min > grpo.importance_max:
         yield f"[grpo] importance_min = {grpo.importance_min} is over [grpo] importance_max = {grpo.importance_max}"
+
+
+def _check_score_centering(config: JobConfig) -> Iterator[str]:
+    """The sampler's mean of a token's gradient is known if that depends on this token's probabilities alone."""
+    grpo, key = config.grpo, f"[grpo] score_centering = {config.grpo.score_centering}"
+    if not grpo.score_centering:
+        return
+    if grpo.policy_loss not in ("ppo", "cispo"):
+        yield (
+            f"{key} with policy_loss = {show(grpo.policy_loss)}: it is there for losses of single tokens; set "
+            'policy_loss = "ppo" or "cispo", or score_centering = 0'
+        )
+    if grpo.importance_level == "sequence" and grpo.importance_correction != "none":
+        yield f'{key} with importance_level = "sequence": what weighs a token is its whole answer; set "token"'
+    if grpo.minibatches > 1 and grpo.proximal_logprobs == "recompute":
+        yield (
+            f'{key} with minibatches = {grpo.minibatches} and proximal_logprobs = "recompute": the policy at the start '
+            "of the step is known for sampled tokens only; set minibatches = 1"
+        )
+    if grpo.policy_loss == "ppo" and grpo.proximal_logprobs == "sampler":
+        yield (
+            f'{key} with proximal_logprobs = "sampler": weights that are whole ratios leave nothing to center; set '
+            '"recompute", or policy_loss = "cispo"'
+        )
+    if config.rollout.top_k:
+        yield (
+            f"{key} with [rollout] top_k = {config.rollout.top_k}: servers name likeliest tokens among all of them, and "
+            "the policy's probabilities would be among the kept ones; leave one of them out"
+        )
+    if config.distill.teacher_urls:
+        yield f"{key} with [distill] teacher_urls: a teacher judges each token by itself; leave one of them out"
 
 
 def _check_offload(config: JobConfig) -> Iterator[str]:

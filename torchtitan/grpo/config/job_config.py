@@ -173,6 +173,9 @@ class Grpo:
     """Lower bound of the weight. `truncate` clamps to it, `mask` drops what is below."""
     importance_max: Annotated[float, Range(above=0)] = 2.0
     """Upper bound of the weight. `truncate` clamps to it, `mask` drops what is above."""
+    score_centering: Annotated[int, Range(at_least=0, at_most=128)] = 0
+    """K: take from each token's gradient its mean under the sampler, over the sampler's K likeliest tokens and all
+    others as one (arXiv 2609.20807, docs/async.md). 0: off. vLLM names up to 20, its `--max-logprobs`."""
     routing_replay: bool = False
     """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
     2510.11370). Servers must tell them: docs/routing_replay.md."""

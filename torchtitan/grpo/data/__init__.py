@@ -12,6 +12,7 @@ conversations.py ConversationSource: rows to learn from, for supervised fine-tun
   chat.py      which tokens of a rendered conversation the assistant says
 routes.py      RouteShape: which experts computed a token, checked, and as text
 kept_tokens.py KeptTokens: what could be drawn in place of a token, checked
+top_tokens.py  the likeliest tokens at each position, as servers send them, checked
 group_arrays.py  groups of samples as arrays, and a group as bytes
   array_bytes.py arrays as bytes
 tokenizer.py   the model's tokenizer, its end tokens, and ids without an embedding

@@ -58,12 +58,12 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
     number = {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def described(sample: Sample) -> dict[str, Any]:
-        known = _fields(sample, but=(*PER_TOKEN, "teacher_top", "routes", "kept"))
-        is_taught, has_top = sample.teacher_logprobs is not None, sample.teacher_top is not None
+        known = _fields(sample, but=(*PER_TOKEN, "top", "routes", "kept"))
+        is_taught, has_top = sample.teacher_logprobs is not None, sample.top is not None
         taught = {"taught": True} if is_taught else {}
         if sample.kept is not None:
             taught["kept"] = True
-        if exact and has_top != is_taught:
+        if has_top != is_taught and (exact or has_top):
             taught["top"] = has_top
         if exact and sample.routes is not None and not len(sample.routes):
             taught["routed"] = True
@@ -80,11 +80,11 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
     else:
         columns["teacher_logprobs"] = [s.teacher_logprobs or [0.0] * len(s.token_ids) for s in samples]
     dtypes = PER_TOKEN | (dict.fromkeys(_FLOATS, np.float64) if exact else {})
-    taught = [sample.teacher_top for sample in samples if sample.teacher_top is not None]
+    tops = [sample.top for sample in samples if sample.top is not None]
     top: dict[str, np.ndarray] = {}
-    if taught:
-        k = taught[0].ids.shape[1]
-        parts = [sample.teacher_top or TopTokens.none(len(sample.token_ids), k) for sample in samples]
+    if tops:
+        k = tops[0].ids.shape[1]
+        parts = [sample.top or TopTokens.none(len(sample.token_ids), k) for sample in samples]
         top["top_ids"] = np.concatenate([part.ids for part in parts])
         top["top_logprobs"] = np.concatenate([part.logprobs for part in parts])
     prompt_ids = [prompt.token_ids for prompt in prompts]
@@ -151,7 +151,7 @@ def from_arrays(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Gr
             own_routes = None
         if not values.pop("kept", False):
             own_kept = None
-        return Sample(**values, teacher_top=top, routes=own_routes, kept=own_kept)
+        return Sample(**values, top=top, routes=own_routes, kept=own_kept)
 
     return [[sample(known) for known in group] for group in about["groups"]]
 

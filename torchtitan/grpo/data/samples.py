@@ -73,7 +73,7 @@ class Conversation(Prompt):
 
 @dataclass(frozen=True, eq=False)
 class TopTokens:
-    """The likeliest tokens of a teacher at each of T positions.
+    """The likeliest tokens of a teacher, or of the sampler, at each of T positions.
 
     Attributes:
         ids: int32 [T, K], different tokens at each position, in any order; -1 is none.
@@ -88,6 +88,15 @@ class TopTokens:
         import numpy as np
 
         return TopTokens(np.full((positions, k), -1, np.int32), np.full((positions, k), -np.inf, np.float32))
+
+    def cut(self, positions: int) -> "TopTokens":
+        """Those of the first positions."""
+        return TopTokens(self.ids[:positions], self.logprobs[:positions])
+
+    def followed_by(self, other: "TopTokens") -> "TopTokens":
+        import numpy as np
+
+        return TopTokens(np.concatenate([self.ids, other.ids]), np.concatenate([self.logprobs, other.logprobs]))
 
 
 @dataclass
@@ -109,7 +118,8 @@ class Sample:
         reward_failures: The reward functions that failed on the answer, and why.
         teacher_logprobs: With `[distill]`: the teacher's log-probability of each token, at the sampling temperature.
             None without a teacher, or if it failed. Outside `loss_mask` it is there and means nothing.
-        teacher_top: With `[distill] top_k`: the teacher's likeliest tokens in place of each token. None as above.
+        top: The likeliest tokens in place of each token: the teacher's with `[distill] top_k`, None as above; the
+            sampler's with `[grpo] score_centering`, none outside `loss_mask`.
         servers: (first token, server) for each stretch of tokens that one server sampled. Filled in if left empty.
         routes: With `[grpo] routing_replay`: the experts of prompt and answer, see `data/routes.py`, up to the token
             before the last sampled one at least.
@@ -127,7 +137,7 @@ class Sample:
     reward: float | None = None
     reward_failures: dict[str, str] = field(default_factory=dict)
     teacher_logprobs: list[float] | None = None
-    teacher_top: TopTokens | None = field(default=None, compare=False)  # arrays have no single truth
+    top: TopTokens | None = field(default=None, compare=False)  # arrays have no single truth
     servers: list[tuple[int, str]] = field(default_factory=list)
     routes: "np.ndarray | None" = field(default=None, compare=False)
     kept: "KeptTokens | None" = field(default=None, compare=False)

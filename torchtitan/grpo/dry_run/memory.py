@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # torchtitan's models take seconds to import
     from torchtitan.grpo.model.source import ModelSource
 
 TOP_TOKEN_BYTES = 48
-"""Of each of `[distill] top_k` tokens at a position: ids, log-probabilities, float32 copies in the backward pass."""
+"""Of each of `[distill] top_k` or `[grpo] score_centering` tokens at a position: ids, log-probabilities, float32 copies
+in the backward pass."""
 Parts = dict[str, int]
 """Bytes by holder."""
 
@@ -348,15 +349,15 @@ class _Rank:
 
     def _logits_chunk(self, backward: bool) -> int:
         """What `logprobs.token_logprobs` holds for one chunk: logits and gradient if fused, else temporaries too."""
+        likeliest = self.config.distill.top_k or self.config.grpo.score_centering
         all_kept = self._kept_logits() == self.tokens * self.vocabulary * self.logit
         each = 0 if backward and all_kept else self.logit
         if self.compiled:
             each += self.computed * backward
         else:
-            terms = self.config.grpo.entropy_coef or self.config.distill.top_k
+            terms = self.config.grpo.entropy_coef or likeliest
             each += 4 * (5 if backward and terms else 4)
-        of_teacher = self.tokens * self.config.distill.top_k * TOP_TOKEN_BYTES
-        return min(_chunk_tokens(), self.tokens) * self.vocabulary * each + of_teacher
+        return min(_chunk_tokens(), self.tokens) * self.vocabulary * each + self.tokens * likeliest * TOP_TOKEN_BYTES
 
 
 def _document_copies(config: JobConfig, job: Job) -> float:

@@ -11,7 +11,8 @@ import numpy as np
 
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import ANY_VOCAB, IMPOSSIBLE
+from torchtitan.grpo.data.samples import ANY_VOCAB, IMPOSSIBLE, TopTokens
+from torchtitan.grpo.data.top_tokens import checked, read
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import (
     Completion,
@@ -55,6 +56,7 @@ class HttpClient:
     """What to change if the server does not have the route."""
     routes_hint = "start the server with --enable-return-routed-experts"
     kept_hint = ""
+    top_hint = "the server needs this project's plug-in (docs/servers.md)"
 
     def __init__(
         self,
@@ -222,6 +224,24 @@ class HttpClient:
             if masks is None:
                 raise ValueError(f"answer {i} says nothing of the tokens that were kept; {self.kept_hint}")
             completion.kept = KeptTokens.of(masks, completion.token_ids, self._vocab_size)
+
+    def _add_top(self, params: SamplingParams, completions: list[Completion], sent: list[Any]) -> None:
+        """Give each completion the likeliest tokens in place of its own, if they were asked for.
+
+        Raises:
+            ValueError: One has none, or what was sent cannot be that.
+        """
+        if not params.top_tokens:
+            return
+        for i, (completion, own) in enumerate(zip(completions, sent, strict=True)):
+            if own is None:
+                raise ValueError(f"answer {i} names no likeliest tokens ([grpo] score_centering): {self.top_hint}")
+            completion.top = self._likeliest(own, len(completion.token_ids), params.top_tokens, params.vocab_size)
+
+    def _likeliest(self, sent: Any, positions: int, k: int, vocab_size: int) -> TopTokens:
+        """Likeliest tokens as this engine sends them."""
+        ids, logprobs = read(sent, positions, k)
+        return checked(ids[:, 1:], logprobs[:, 1:], vocab_size)
 
     def _routes(self, shape: RouteShape, text: str, positions: int) -> np.ndarray:
         """Routes as this engine sends them."""

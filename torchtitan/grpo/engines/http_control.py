@@ -30,6 +30,8 @@ _MAY_HANG = (
 )
 _CONNECTIONS = 4
 """Kept at once: the update call lasts as long as the transfer, and other calls run meanwhile."""
+_TOP_TOKENS = 5
+"""How many likeliest tokens the check of a server's log-probabilities compares."""
 
 
 class ServerError(EngineError):
@@ -140,6 +142,7 @@ class HttpControl:
         routes: bool = False,
         top_k: int = 0,
         min_p: float = 0.0,
+        top_tokens: int = 0,
     ) -> None:
         """Check, before the first rollout, that the server is set up as the trainer needs it.
 
@@ -153,6 +156,7 @@ class HttpControl:
             trained: The trainer's model. None: any will do.
             routes: Answers must say which experts computed them.
             top_k, min_p: `[rollout] top_k`. Over 0, answers must say which tokens could be drawn.
+            top_tokens: How many likeliest tokens answers must name in place of each of theirs.
 
         Raises:
             UserError: Its routes, its model, its maximum length, its log-probabilities or what it tells of experts or
@@ -171,7 +175,8 @@ class HttpControl:
         if self._answers():
             if top_k:
                 self._check_kept(prompt_id, top_k, min_p)
-            self.check_sampling([prompt_id] * 2, top_k)  # one alone ends vLLM 0.32 on a CPU with a Qwen3.5
+            # One token alone ends vLLM 0.32 on a CPU with a Qwen3.5.
+            self.check_sampling([prompt_id] * 2, top_tokens, top_k)
             if routes:
                 self._check_routes(prompt_id)
 
@@ -240,17 +245,23 @@ class HttpControl:
         """The version that the server reports; None if it reports none."""
         raise NotImplementedError
 
-    def check_sampling(self, prompt_ids: list[int], top_k: int = 0) -> None:
+    def check_sampling(self, prompt_ids: list[int], top_tokens: int = 0, top_k: int = 0) -> None:
         """Check that the server's log-probabilities are those of the distribution that it samples from.
 
         The gap between the log-probabilities of two tokens is the gap between their logits, divided by the temperature.
         The check asks for one token at temperatures 1 and 2, and the gap must halve. A server that returns raw
         log-probabilities gives the same gap twice, which would corrupt every importance ratio.
 
+        Args:
+            top_tokens: It must tell so many.
+
         Raises:
             UserError: The log-probabilities do not follow the temperature, or the server does not have the route.
         """
-        at_one, at_two = (self._top_logprobs(prompt_ids, temperature, top_k) for temperature in (1.0, 2.0))
+        k = max(_TOP_TOKENS, top_tokens)
+        at_one, at_two = (self._top_logprobs(prompt_ids, temperature, k, top_k) for temperature in (1.0, 2.0))
+        if len(at_one) < top_tokens:
+            raise UserError(f"{self.url}: tells {len(at_one)} likeliest tokens: lower [grpo] score_centering to that")
         shared = sorted(at_one.keys() & at_two.keys(), key=lambda token: at_one[token])
         if len(shared) < 2:
             raise UserError(
@@ -265,8 +276,8 @@ class HttpControl:
                 f"at temperature 1, {gap_at_two:.4f} at 2). {self.sampling_hint}"
             )
 
-    def _top_logprobs(self, prompt_ids: list[int], temperature: float, top_k: int) -> dict[int, float]:
-        """Log-probabilities of the most likely next tokens, sampled from `top_k` of them if that is over 0."""
+    def _top_logprobs(self, prompt_ids: list[int], temperature: float, k: int, top_k: int) -> dict[int, float]:
+        """Log-probabilities of the k most likely next tokens, sampled from `top_k` of them if that is over 0."""
         raise NotImplementedError
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:

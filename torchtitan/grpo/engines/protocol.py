@@ -11,7 +11,7 @@ import numpy as np
 
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import ANY_VOCAB, FinishReason
+from torchtitan.grpo.data.samples import ANY_VOCAB, FinishReason, TopTokens
 from torchtitan.grpo.errors import PlainError, UserError
 
 COHORT_HEADER = "X-Rollout-Cohort"
@@ -107,6 +107,7 @@ class SamplingParams:
         kept: Have each answer say which tokens could be drawn, with log-probabilities among these. It needs `top_k`.
         routes: Have each answer say which experts computed it, as routes of this shape. None: it need not.
         vocab_size: The model's. No token that an environment puts in may be over it.
+        top_tokens: How many of the likeliest tokens to tell, with their log-probabilities, in place of each token.
         first: Answer it before waiting requests that do not say so, where the server schedules by priority.
     """
 
@@ -122,6 +123,7 @@ class SamplingParams:
     min_p: float = 0.0
     kept: bool = False
     routes: RouteShape | None = None
+    top_tokens: int = 0
     first: bool = False
     vocab_size: int = ANY_VOCAB
 
@@ -138,6 +140,7 @@ class Completion:
         server: The address of the server, which the router fills in.
         routes: If asked for: the experts of prompt and answer less its last token, [positions, layers, top_k].
         kept: If asked for: what could be drawn in place of each token.
+        top: If asked for: the likeliest tokens in place of each token, after the temperature.
     """
 
     token_ids: list[int]
@@ -147,6 +150,7 @@ class Completion:
     server: str = ""
     routes: np.ndarray | None = field(default=None, compare=False)
     kept: KeptTokens | None = field(default=None, compare=False)
+    top: TopTokens | None = field(default=None, compare=False)
 
     def stopped_after(self, tokens: int) -> Self:
         """The answer as if it had stopped after so many tokens."""
@@ -159,6 +163,7 @@ class Completion:
             finish_reason="stop",
             routes=None if self.routes is None else self.routes[: len(self.routes) - left_out],
             kept=None if self.kept is None else self.kept.first(tokens),
+            top=self.top and self.top.cut(tokens),
         )
 
 

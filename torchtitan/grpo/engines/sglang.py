@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import FinishReason
+from torchtitan.grpo.data.samples import FinishReason, TopTokens
+from torchtitan.grpo.data.top_tokens import checked
 from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, versions_of
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 
@@ -17,6 +18,8 @@ GENERATE_ROUTE = "/generate"
 ABORT_ROUTE = "/abort_request"
 _ABORT_S = 5.0
 Id = TypeVar("Id")
+_Likely = list[tuple[float | None, int, Any]]
+"""Log-probability and id of the likeliest tokens at one position; null is an impossible one."""
 
 
 class SglangClient(HttpClient):
@@ -58,6 +61,14 @@ class SglangClient(HttpClient):
         """See `EngineClient.generate`. Cancelling the call has the server drop the request. Cohorts are ignored."""
         return await self._generate(prompt_ids, params, request_id, self._version())
 
+    def _likeliest(self, sent: list[_Likely], positions: int, k: int, vocab_size: int) -> TopTokens:
+        if len(sent) != positions or min(map(len, sent), default=k) < k:
+            raise ValueError(f"{len(sent)} positions of {k} likeliest tokens, {positions} are due")
+        pairs = [entry for own in sent for entry in own[:k]]
+        ids = np.fromiter((token for _, token, _ in pairs), np.int64).reshape(positions, k)
+        logprobs = np.fromiter((-np.inf if p is None else p for p, _, _ in pairs), np.float64).reshape(positions, k)
+        return checked(ids, logprobs, vocab_size)
+
     def _routes(self, shape: RouteShape, text: str, positions: int) -> np.ndarray:
         return shape.from_int32(text, positions)
 
@@ -86,6 +97,8 @@ class SglangClient(HttpClient):
             body["return_routed_experts"] = True
         if params.kept:
             body["return_sampling_mask"] = True
+        if params.top_tokens:
+            body["top_logprobs_num"] = params.top_tokens
         try:
             payload = await self._post(GENERATE_ROUTE, body, request_id, deadline)
         except (asyncio.CancelledError, EngineError):
@@ -101,6 +114,7 @@ class SglangClient(HttpClient):
             sent = [answer.meta_info.routed_experts for answer in answers]
             self._add_routes(params, prompt_ids, completions, sent)
             self._add_kept(params, completions, [answer.meta_info.output_token_sampling_mask for answer in answers])
+            self._add_top(params, completions, [answer.meta_info.output_top_logprobs for answer in answers])
         self._check_origin(request_id, [answer.meta_info.weight_versions for answer in answers], version)
         self._check(request_id, completions, spans, params, version)
         if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
@@ -152,6 +166,7 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct, Generic[Id]):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
+    output_top_logprobs: list[_Likely] | None = None
     weight_versions: list[Span] | None = None
     routed_experts: str | None = None
     output_token_sampling_mask: list[list[Id]] | None = None

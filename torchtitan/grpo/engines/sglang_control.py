@@ -14,7 +14,6 @@ OLDEST = (0, 5, 15)
 """The oldest supported version. Older ones need torch versions that torchtitan 0.2.2 does not run on."""
 FORGETS_IN_FLIGHT = (0, 5, 21)
 """Older versions cannot drop cached prefixes while answers are frozen, and exit if an update asks for it."""
-_TOP_LOGPROBS = 5
 _FORGET_S, _FORGET_AGAIN_S = 10.0, 0.05
 
 
@@ -221,11 +220,11 @@ class SglangControl(HttpControl):
         version = self._json("GET", "/model_info", "weight version", lambda said: said.get("weight_version"))
         return None if version is None else str(version)
 
-    def _top_logprobs(self, prompt_ids: list[int], temperature: float, top_k: int) -> dict[int, float]:
+    def _top_logprobs(self, prompt_ids: list[int], temperature: float, k: int, top_k: int) -> dict[int, float]:
         sampling = {"temperature": temperature, "max_new_tokens": 1, "top_p": 1.0, "ignore_eos": True}
         sampling |= {"top_k": top_k or -1}
         body = {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True}
-        body |= {"top_logprobs_num": _TOP_LOGPROBS, "stream": False}
+        body |= {"top_logprobs_num": k, "stream": False}
 
         def read(said: Any) -> dict[int, float]:
             top = said["meta_info"]["output_top_logprobs"][0]

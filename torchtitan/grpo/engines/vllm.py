@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from torchtitan.grpo.data.samples import FinishReason
+from torchtitan.grpo.data.top_tokens import Arrays
 from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, versions_of
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, SamplingParams
 
@@ -65,6 +66,7 @@ class VllmClient(HttpClient):
             completions = [_completion(choice, version) for choice in choices]
             self._add_routes(params, prompt_ids, completions, [choice.routed_experts for choice in choices])
             self._add_kept(params, completions, [choice.kept_tokens or choice.sampling_mask for choice in choices])
+            self._add_top(params, completions, [choice.top_tokens for choice in choices])
         spans = [choice.weight_versions for choice in choices]
         self._check_origin(request_id, spans, version)
         self._check(request_id, completions, spans, params, version)
@@ -90,7 +92,7 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "logprobs": 0,
+        "logprobs": params.top_tokens,
         "flat_logprobs": True,  # see `inside_vllm/flat_logprobs.py`
         "detokenize": bool(params.stop),  # vLLM's API server looks for stop strings in the text
         # With vLLM 0.25's default, cumulative outputs, its route reports only one of n choices.
@@ -116,6 +118,7 @@ class _Choice(msgspec.Struct, Generic[Id]):
     routed_experts: str | None = None
     sampling_mask: list[list[Id]] | None = None
     kept_tokens: str | None = None
+    top_tokens: Arrays | None = None
 
 
 class _Reply(msgspec.Struct, Generic[Id]):

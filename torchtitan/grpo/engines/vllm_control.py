@@ -17,8 +17,6 @@ from torchtitan.grpo.weight_wire.version_names import OWNED
 
 logger = logging.getLogger(__name__)
 
-_TOP_LOGPROBS = 5
-
 
 class VllmControl(HttpControl):
     """See `HttpControl`."""
@@ -140,11 +138,11 @@ class VllmControl(HttpControl):
         self._check(reply, phase, path)
         return self._read(reply, path, phase, lambda said: str(said["weight_version"]))
 
-    def _top_logprobs(self, prompt_ids: list[int], temperature: float, top_k: int) -> dict[int, float]:
+    def _top_logprobs(self, prompt_ids: list[int], temperature: float, k: int, top_k: int) -> dict[int, float]:
         phase, path = "sampling check", "/inference/v1/generate"
         sampling = {"n": 1, "max_tokens": 1, "temperature": temperature, "top_p": 1.0, "min_p": 0.0, "seed": 0}
         sampling |= {"top_k": top_k} if top_k else {}
-        sampling |= {"repetition_penalty": 1.0, "logprobs": _TOP_LOGPROBS, "detokenize": False, "ignore_eos": True}
+        sampling |= {"repetition_penalty": 1.0, "logprobs": k, "detokenize": False, "ignore_eos": True}
         reply = self._request("POST", path, phase, body={"token_ids": prompt_ids, "sampling_params": sampling})
         if reply.status in (403, 404):
             raise UserError(
@@ -162,6 +160,11 @@ class VllmControl(HttpControl):
         if status == 404:
             raise UserError(
                 f"{self.url}: HTTP 404 on {path}: start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
+            )
+        if phase == "sampling check" and status == 400:
+            raise UserError(
+                f"{self.url}: does not tell the likeliest tokens: {said}. Lower [grpo] score_centering, or start vLLM "
+                "with a higher --max-logprobs"
             )
         if phase == "connect" and OWNED in said:
             raise UserError(f"{self.url}: {said[said.index(OWNED) :]}")

@@ -1,13 +1,14 @@
-"""vLLM replies with log-probabilities as one list of numbers, to requests that ask for flat ones.
+"""vLLM replies with log-probabilities as lists of numbers, to requests that ask for flat ones.
 
 For each token of an answer vLLM's API server builds a dictionary and two objects and writes about 200 bytes of JSON.
 One thread does it all. With many answers of a small model that takes longer than the GPU takes to sample them.
 Requests, and pauses for new weights, then wait behind complete answers while the GPU is idle.
 
 vLLM's own sampling parameter `flat_logprobs` has the API server collect a request's log-probabilities in one list.
-`install` has it send that list: each choice then has `logprobs: null` and `token_logprobs`, one number per token. Only
-requests like our trainer's get it: read when complete (FINAL_ONLY), as tokens and not text, with the sampled token's
-log-probability only. Without `install`, vLLM's reply ignores `flat_logprobs`.
+`install` has it send that list: each choice then has `logprobs: null` and `token_logprobs`, one number per token. With
+`logprobs` = K there are also `top_tokens`, each token and the K likeliest ones in its place (`prompt_scores.packed`).
+Only requests like our trainer's get it: read when complete (FINAL_ONLY), as tokens and not text. Without `install`,
+vLLM's reply ignores `flat_logprobs`.
 
 The tokens that the sampler kept, of a vLLM with --return-sampling-mask, come as one text in place of lists of numbers.
 """
@@ -20,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.grpo.inside_vllm.prompt_scores import packed
 from torchtitan.grpo.inside_vllm.replies import with_field
 
-KEY, KEPT_TOKENS = "token_logprobs", "kept_tokens"
+KEY, TOP_KEY, KEPT_TOKENS = "token_logprobs", "top_tokens", "kept_tokens"
 LOWEST = -9999.0
 """JSON has neither infinities nor NaN. vLLM's own replies have this number in their place, which clients refuse of a
 sampled token."""
@@ -42,7 +44,8 @@ def install() -> None:
         params = request.sampling_params
         whole = params.output_kind == RequestOutputKind.FINAL_ONLY
         tokens = getattr(request, "output_mode", "tokens") == "tokens"
-        return bool(params.flat_logprobs) and params.logprobs == 0 and whole and tokens
+        named = params.logprobs is not None and params.logprobs >= 0
+        return bool(params.flat_logprobs) and named and whole and tokens
 
     @functools.wraps(create)
     def create_unless_taken(self: ServingTokens, token_ids: Any, top_logprobs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,12 +59,16 @@ def install() -> None:
             return await full_generator(self, request, results, *args, **kwargs)
         taken: dict[int, list[float]] = {}
         kept: dict[int, str] = {}
+        tops: dict[int, dict[str, str]] = {}
+        k = request.sampling_params.logprobs or 0
 
         async def without_logprobs() -> AsyncIterator[Any]:
             async for result in results:
                 for output in result.outputs:
                     if isinstance(output.logprobs, FlatLogprobs):
                         taken[output.index] = of_sampled_tokens(output.logprobs)
+                        if k:
+                            tops[output.index] = packed(output.logprobs, 0)
                         output.logprobs = _TAKEN
                     if (mask := getattr(output, "sampling_mask", None)) is not None:
                         kept[output.index], output.sampling_mask = kept_text(mask.token_ids), None
@@ -70,7 +77,10 @@ def install() -> None:
         reply = await full_generator(self, request, without_logprobs(), *args, **kwargs)
         if not hasattr(reply, "choices"):
             return reply
-        return with_field(with_field(reply, KEY, taken), KEPT_TOKENS, kept) if kept else with_field(reply, KEY, taken)
+        reply = with_field(reply, KEY, taken)
+        for key, values in ((TOP_KEY, tops), (KEPT_TOKENS, kept)):
+            reply = with_field(reply, key, values) if values else reply
+        return reply
 
     ServingTokens._create_tokens_logprobs = create_unless_taken
     ServingTokens.serve_tokens_full_generator = reply_flat

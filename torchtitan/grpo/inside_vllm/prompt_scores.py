@@ -69,8 +69,10 @@ def starts(request: Any) -> list[int]:
 def packed(flat: Any, begin: int) -> dict[str, str]:
     """What vLLM's `FlatLogprobs` of a sequence says of the positions from `begin` on."""
     first = flat.start_indices[begin] if begin < len(flat.start_indices) else len(flat.logprobs)
-    arrays = {"ids": (flat.token_ids, np.int32), "logprobs": (flat.logprobs, np.float32)}
-    return {
-        name: base64.b64encode(np.asarray(values[first:], dtype).tobytes()).decode()
-        for name, (values, dtype) in arrays.items()
-    }
+    return as_text(flat.token_ids[first:], flat.logprobs[first:])
+
+
+def as_text(ids: Any, logprobs: Any) -> dict[str, str]:
+    """Tokens and their log-probabilities as base64 of int32 and float32."""
+    arrays = {"ids": np.asarray(ids, np.int32), "logprobs": np.asarray(logprobs, np.float32)}
+    return {name: base64.b64encode(array.tobytes()).decode() for name, array in arrays.items()}

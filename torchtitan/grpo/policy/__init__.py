@@ -5,6 +5,7 @@ groups of samples, scored                       data/, rollouts/, rewards/
   advantages.py  rewards of a group -> advantages
   distillation.py  a teacher's log-probabilities -> advantages of tokens
   losses.py      PPO, GSPO, CISPO, KL, importance correction (pure functions on [T]); ratios.py: ratios stay finite
+  score_centering.py  the sampler's mean of a token's gradient, which is taken out of it
   sums.py        what is measured of a row's tokens: mismatch, by age and by server
   rows.py        PackedSample -> PackedRow, on the host; microbatch.py: PackedRow -> Microbatch, on the device
   packing.py     samples -> rows of equal cost on every rank; assignment.py: which row gets which

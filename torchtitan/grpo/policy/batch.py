@@ -77,6 +77,7 @@ def training_samples(
         totals: Answers and tokens that enter the loss, if others have some of the minibatch; see `counted_totals`.
     """
     distill = distill if _has_teacher(distill) else None
+    likeliest = distill.top_k if distill else grpo.score_centering
     answers = [(s, a) for group, own in zip(groups, advantages, strict=True) for s, a in zip(group, own, strict=True)]
     weights = token_weights(
         [sample.sampled_tokens for sample, _ in answers],
@@ -97,7 +98,7 @@ def training_samples(
             servers_of(sample),
             teacher_advantages(sample, distill.coef) if distill and not distill.top_k else [],
             sample.routes if grpo.routing_replay else None,
-            sample.teacher_top if distill and distill.top_k else None,
+            sample.top if sample.top and sample.top.ids.shape[1] == likeliest else None,
             sample.kept,
         )
         for (sample, advantage), weight in zip(answers, weights, strict=True)

@@ -7,6 +7,7 @@ divided anywhere else, and gradients are summed, not averaged.
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.policy.advantages import check_baseline
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.ratios import k3, ratio_of
+from torchtitan.grpo.policy.score_centering import expected_score
 from torchtitan.grpo.policy.sums import age_sums, mismatch_sums, server_sums
 from torchtitan.grpo.policy.teacher_loss import teacher_sums, top_k_kl
 from torchtitan.grpo.process.import_path import load_function, trial
@@ -310,21 +312,13 @@ def row_loss(
         max_age: `[async_grpo] max_trajectory_age_steps`; 0 (synchronous) measures nothing by age.
         num_servers: Of the batch; 0 measures nothing by server.
         distill_coef: `[distill] coef`, the weight of the divergence from the teacher.
-        top_logprobs: Of the teacher's tokens `row.top_ids` and of all others together [A, K + 1], with gradient; None
-            without `[distill] top_k`.
+        top_logprobs: Of the teacher's or the sampler's tokens `row.top_ids` and of all others together [A, K + 1], with
+            gradient; None without `[distill] top_k` and `[grpo] score_centering`.
         has_moved: The step has had an optimizer step. Without `old_logprobs`, nothing is measured of the sampler then:
             the policy's own change would be in it.
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    importance, clipped = importance_weights(
-        trainer_logprobs,
-        row.sampler_logprobs,
-        row.sample_ids,
-        grpo.importance_correction,
-        grpo.importance_level,
-        grpo.importance_min,
-        grpo.importance_max,
-    )
+    importance, clipped = _importance(trainer_logprobs, row.sampler_logprobs, row.sample_ids, grpo)
     past = past_the_clip(logprobs, row.sampler_logprobs, row.advantages, row.ages, grpo) if max_age else None
     loss, sums = policy_loss(
         logprobs,
@@ -338,7 +332,11 @@ def row_loss(
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
-    if top_logprobs is not None:
+    if top_logprobs is not None and grpo.score_centering:
+        score, sizes = expected_score(partial(_score_weights, grpo=grpo), top_logprobs, row.top_logprobs)
+        loss = loss + (row.weights * row.advantages * score).sum()
+        sums |= {f"{name}_sum": values.where(row.weights != 0, 0).sum() for name, values in sizes.items()}
+    elif top_logprobs is not None:
         divergence = top_k_kl(row.top_logprobs, top_logprobs)
         loss = loss + distill_coef * (row.weights * divergence).sum()
         sums |= teacher_sums(divergence, row.top_logprobs, row.weights)
@@ -352,6 +350,26 @@ def row_loss(
     if num_servers:
         sums |= server_sums(*tokens, row.ages, max_age, row.servers, num_servers)
     return loss, sums
+
+
+def _importance(trainer: Tensor, sampler: Tensor, sample_ids: Tensor, grpo: Grpo) -> tuple[Tensor, Tensor]:
+    """`importance_weights` by the keys of [grpo]."""
+    correction, level = grpo.importance_correction, grpo.importance_level
+    given = trainer, sampler, sample_ids, correction, level, grpo.importance_min, grpo.importance_max
+    return importance_weights(*given)
+
+
+def _score_weights(logprobs: Tensor, sampler_logprobs: Tensor, grpo: Grpo) -> Tensor:
+    """What a sampled token's gradient is multiplied by, besides its advantage, where the policy's and the sampler's
+    log-probabilities are these. For what `config.contradictions` lets through.
+
+    A clip that stops tokens' gradients is left out. It bounds how far the policy goes in an advantage's direction. To
+    take its mean away would push on where it has stopped (docs/benchmarks.md).
+    """
+    if grpo.proximal_logprobs == "sampler":  # CISPO's own weights
+        return ratio_of(logprobs - sampler_logprobs).clamp(1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max)
+    nothing = torch.zeros_like(logprobs, dtype=torch.int64)
+    return _importance(logprobs, sampler_logprobs, nothing, grpo)[0]
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:

@@ -130,7 +130,7 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
         ("ages", sample.ages if len(sample.ages) else sample.answer_ids),
         ("servers", sample.servers if len(sample.servers) else sample.answer_ids),
         ("token advantages", sample.token_advantages or sample.answer_ids),
-        ("positions with a teacher's tokens", sample.answer_ids if sample.top is None else sample.top.ids),
+        ("positions with likeliest tokens", sample.answer_ids if sample.top is None else sample.top.ids),
         ("positions with kept tokens", sample.answer_ids if sample.kept is None else sample.kept),
         ("loss mask values", sample.answer_ids if sample.loss_mask is None else sample.loss_mask),
     ):

@@ -38,7 +38,7 @@ class PackedSample:
         token_advantages: One per answer token, added to `advantage`. Empty means zeros.
         routes: The experts of each position of the document, and maybe more, see `data/routes.py`. None leaves the
             choice to the routers.
-        top: The teacher's likeliest tokens at each answer token. None: there are none.
+        top: The teacher's or the sampler's likeliest tokens at each answer token. None: there are none.
         kept: The tokens that could be drawn in place of each answer token. None: all.
     """
 

@@ -36,6 +36,8 @@ _GRAPH_FLAGS = (
 flags (--config), vLLM gets no flag about graphs."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's slots for adapters. A smaller adapter fits into a larger slot."""
+VLLM_TOP_TOKENS = 20
+"""vLLM's own --max-logprobs."""
 _LOOK_S = 60.0
 
 # Finds the engine without importing it, which takes many seconds.
@@ -87,6 +89,7 @@ class ServerCommand:
         routes: Answers say which experts computed them.
         kept: Answers say which tokens could be drawn.
         fp8: It quantizes the linear layers of each version that it gets.
+        top_tokens: How many likeliest tokens a request may ask for at each position.
     """
 
     engine: ClassVar[str]
@@ -138,6 +141,7 @@ class ServerCommand:
     routes: bool = False
     kept: bool = False
     fp8: bool = False
+    top_tokens: int = 0
 
     def argv(self, port: int, folder: str = "") -> list[str]:
         """The command line. It never holds an API key.
@@ -308,6 +312,8 @@ class VllmCommand(ServerCommand):
         if self.routes:  # other kernels of vLLM 0.25 choose experts without telling
             flags += ["--enable-return-routed-experts", "--moe-backend", "triton"]
         flags += ["--quantization", "fp8_per_block"] if self.fp8 else []
+        if self.top_tokens > VLLM_TOP_TOKENS:
+            flags += ["--max-logprobs", str(self.top_tokens)]
         max_model_len = self.max_model_len
         if self.gpus == ():
             flags += ["--dtype", "bfloat16" if self.fp8 else "float32", "--enforce-eager"]

@@ -195,6 +195,8 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
         ("importance_weight", "importance_sum"),
         ("importance_masked_fraction", "importance_masked_tokens"),
         ("old_clip_fraction", "left_out_tokens"),
+        ("centering", "centering_sum"),
+        ("centering_rest", "centering_rest_sum"),
         ("route_agreement", "route_agreement_sum"),
         ("route_agreement_all_layers", "route_tokens_alike"),
     ):

@@ -351,7 +351,7 @@ def _sample(prompt: Prompt, state: dict[str, Any]) -> Sample:
         prompt = replace(prompt, token_ids=began[0], text=began[1])
     if state.get("routes"):
         state["routes"] = from_npy(state["routes"])
-    if state.get("teacher_top"):
-        ids, logprobs = map(from_npy, state["teacher_top"])
-        state["teacher_top"] = TopTokens(ids, logprobs.view(np.float32))
+    if top := state.pop("teacher_top", None):
+        ids, logprobs = map(from_npy, top)
+        state["top"] = TopTokens(ids, logprobs.view(np.float32))
     return Sample(prompt, **state)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import ANY_VOCAB, REWARD_MAX, Group, Prompt, Sample
+from torchtitan.grpo.data.samples import ANY_VOCAB, REWARD_MAX, Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
@@ -128,6 +128,7 @@ class Turns:
             ValueError: The completion has routes, and did not continue `token_ids`.
         """
         self._route(completion)
+        self._add_top(completion.top)
         self._sample.servers.append((len(self._sample.token_ids), completion.server))
         self._keep(completion.kept, len(completion.token_ids))
         self._append(completion.token_ids, completion.logprobs, completion.versions, True)
@@ -143,6 +144,8 @@ class Turns:
             raise TypeError(
                 'Turns.given takes token ids, not a text: client.tokenizer(text, add_special_tokens=False)["input_ids"]'
             )
+        if (top := self._sample.top) is not None:
+            self._add_top(TopTokens.none(len(token_ids), top.ids.shape[1]))
         version = self._sample.versions[-1:] or [0]
         self._keep(None, len(token_ids))
         self._append(token_ids, [0.0] * len(token_ids), version * len(token_ids), False)
@@ -171,6 +174,12 @@ class Turns:
             parts = before or KeptTokens.all(len(self._sample.token_ids)), kept or KeptTokens.all(tokens)
             self._sample.kept = KeptTokens.joined(parts)
 
+    def _add_top(self, top: TopTokens | None) -> None:
+        """None outside what the model sampled."""
+        if top is not None:
+            known = self._sample.top or TopTokens.none(len(self._sample.token_ids), top.ids.shape[1])
+            self._sample.top = known.followed_by(top)
+
     def _append(self, token_ids: list[int], logprobs: list[float], versions: list[int], sampled: bool) -> None:
         self._sample.token_ids += token_ids
         self._sample.logprobs += logprobs
@@ -187,6 +196,7 @@ async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
             servers=[(0, c.server)],
             routes=c.routes,
             kept=c.kept,
+            top=c.top,
         )
         for c in completions
     ]
@@ -206,6 +216,7 @@ def checked(
     vocab_size: int = ANY_VOCAB,
     prompt_tokens: int | None = None,
     kept: bool = False,
+    top_tokens: int = 0,
 ) -> Group:
     """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
@@ -216,6 +227,7 @@ def checked(
         oldest: The weight version of the server at the group's first request. -1: nothing to check.
         routes: The shape of the samples' routes. None: they need none.
         vocab_size: The model's.
+        top_tokens: How many likeliest tokens each position has. 0: none are needed.
         prompt_tokens: Of the group's prompt. What a sample's prompt has beyond it counts to `max_tokens`. None: of each
             sample's own.
         kept: Samples say which tokens could be drawn.
@@ -255,6 +267,12 @@ def checked(
             _check_routes(sample, routes, where)
         if kept:
             _check_kept(sample, where)
+        told = None if sample.top is None else sample.top.ids.shape
+        if top_tokens and sample.sampled_tokens and told != (tokens, top_tokens):
+            raise UserError(
+                f"{where}: a sample has not the {top_tokens} likeliest tokens in place of each of its {tokens}, which "
+                "[grpo] score_centering needs: make samples with `Turns`, or pass on `Completion.top`"
+            )
         if tokens and max(sample.token_ids) >= vocab_size:
             raise ValueError(f"a sample with token {max(sample.token_ids)}, and the model has {vocab_size}")
         if tokens > max_tokens:
@@ -262,6 +280,7 @@ def checked(
             for column in (sample.token_ids, *columns):
                 del column[max_tokens:]
             sample.kept = sample.kept and sample.kept.first(max_tokens)
+            sample.top = sample.top and sample.top.cut(max_tokens)
         own = len(sample.prompt.token_ids)
         beyond = own - (own if prompt_tokens is None else prompt_tokens)
         if sample.finish_reason == "length" and tokens + beyond < max_tokens:

@@ -128,7 +128,7 @@ class GuardedEnvironment:
                     raise UserError(f"{where} gives no coroutine: write it as `async def`")
                 params = client.params
                 given = params.max_tokens, oldest, params.routes, params.vocab_size, len(prompt.token_ids)
-                group = checked(samples, self.name, *given, params.kept)
+                group = checked(samples, self.name, *given, params.kept, params.top_tokens)
         except ValueError as error:
             if isinstance(error, UserError) and not self._has_worked:
                 raise

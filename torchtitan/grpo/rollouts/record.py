@@ -5,7 +5,8 @@ CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay a
 
     token_ids, logprobs, versions, loss_mask    one entry per answer token: int32, float32, int32, bool
     teacher_logprobs                            float32, the same; only with [distill]
-    top_ids, top_logprobs                       int32 and float32 [answer tokens, K]; only with [distill] top_k
+    top_ids, top_logprobs                       int32 and float32 [answer tokens, K]; only with [distill] top_k or
+                                                [grpo] score_centering
     answer_lengths                              tokens of each answer, int64
     prompt_ids, prompt_lengths                  the same for the prompts, each of them once
     routes, route_lengths                       experts [positions, layers, top_k] of prompts and answers, and the

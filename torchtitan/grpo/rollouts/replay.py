@@ -71,7 +71,10 @@ class Replay:
         age = version - min(sample.sampled_versions, default=version)
         allowed = config.async_grpo.max_age
         wrong, shape, routes = "", self._routes, sample.routes
-        wants, top = config.distill.top_k, sample.teacher_top
+        key, wants = "[distill] top_k", config.distill.top_k
+        if not wants:
+            key, wants = "[grpo] score_centering", config.grpo.score_centering
+        top = sample.top
         found = 0 if top is None else top.ids.shape[1]
         if shape is None:
             sample.routes = None
@@ -90,7 +93,7 @@ class Replay:
         ):
             wrong = f"[grpo] routing_replay: {path} has no routing of this model"
         elif wants and sample.sampled_tokens and sample.reward is not None and found != wants:
-            wrong = f"[distill] top_k = {wants}: {path} has {found} of a teacher's likeliest tokens"
+            wrong = f"{key} = {wants}: {path} has the {found} likeliest tokens in place of each"
         elif top is not None and wants and int(top.ids.max(initial=-1)) >= self._vocab_size:
             wrong = f"[model] hf_assets_path: {path} has token {int(top.ids.max())}, which this model does not have"
         elif sample.kept is not None and (most := int(sample.kept.ids.max(initial=-1))) >= self._vocab_size:

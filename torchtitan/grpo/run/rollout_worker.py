@@ -302,5 +302,6 @@ class RolloutWorker:
             min_p=rollout.min_p,
             kept=rollout.top_k > 0 and temperature > 0,
             routes=self.model.routes if temperature else None,  # held-out answers need none
+            top_tokens=self.config.grpo.score_centering if temperature else 0,
             vocab_size=self.model.vocab_size,
         )

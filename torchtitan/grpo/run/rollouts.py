@@ -353,8 +353,10 @@ class Rollouts(Absent):
         server.client = None  # the process asks for answers
         recomputes = self.config.async_grpo.recomputes_kv
         needs = longest_tokens(self.config), self.end_token_ids[0], recomputes, self.source.identity
-        rollout, routes = self.config.rollout, bool(self.source.routes)
-        server.check = lambda: server.control.check(*needs, routes=routes, top_k=rollout.top_k, min_p=rollout.min_p)
+        rollout = self.config.rollout
+        told = {"routes": bool(self.source.routes), "top_k": rollout.top_k, "min_p": rollout.min_p}
+        told["top_tokens"] = self.config.grpo.score_centering
+        server.check = lambda: server.control.check(*needs, **told)
         return server
 
 

@@ -84,6 +84,7 @@ def planned_servers(config: JobConfig, gpus: int, trainers_here: int, model: str
             routes=config.grpo.routing_replay,
             kept=rollout.top_k > 0,
             fp8=rollout.quantization == "fp8",
+            top_tokens=config.grpo.score_centering,
         )
         for i in range(rollout.replicas)
     ]

@@ -380,9 +380,8 @@ def test_top_logprobs_follow_the_temperature(model: PreTrainedModel) -> None:
         generator.add([request])
         finish(generator)
         row = request.answers[0]
-        assert row.top_logprobs[0][0] == (row.token_ids[0], row.logprobs[0])
-        values = dict(row.top_logprobs[0])
-        assert len(values) == VOCAB
+        values = dict(zip(*row.top_tokens[0], strict=True))
+        assert len(values) == VOCAB and values[row.token_ids[0]] == row.logprobs[0]
         gaps.append(values[1] - values[2])
     assert gaps[1] == pytest.approx(gaps[0] / 2, rel=1e-4)
 
@@ -392,7 +391,7 @@ def test_a_reply_has_no_infinity(model: PreTrainedModel) -> None:
     request = Request("r", prompts_of([6])[0], SamplingParams(1, 1.0, 1, seed=0, top_p=0.01), top_logprobs=VOCAB)
     generator.add([request])
     finish(generator)
-    assert -math.inf in dict(request.answers[0].top_logprobs[0]).values()
+    assert -math.inf in request.answers[0].top_tokens[0][1]
     content = reply(request, "model")["choices"][0]["logprobs"]["content"]
     values = [top["logprob"] for top in content[0]["top_logprobs"]]
     assert len(values) == VOCAB and min(values) == -9999 and max(values) == content[0]["logprob"]

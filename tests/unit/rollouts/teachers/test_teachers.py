@@ -161,7 +161,7 @@ def test_groups_that_a_run_before_scored_otherwise_are_not_used():
         samples = group_of()
         for sample in samples:
             sample.teacher_logprobs = [-1.0] * len(sample.token_ids) if logprobs else None
-            sample.teacher_top = TopTokens.none(len(sample.token_ids), k) if k and sample.token_ids else None
+            sample.top = TopTokens.none(len(sample.token_ids), k) if k and sample.token_ids else None
             sample.reward_failures = {"teacher": "gone"} if failed else {}
         return samples
 
@@ -278,7 +278,7 @@ def test_teachers_are_checked_at_the_start(servers):
     group = group_of()
     config = config_of(*(server.url for server in servers), flags=("--distill.top_k", "3"))
     scored(connect_teachers(config, tokenizer, 64), group)
-    assert [None if sample.teacher_top is None else sample.teacher_top.ids.shape for sample in group] == [
+    assert [None if sample.top is None else sample.top.ids.shape for sample in group] == [
         *((5, 3), (1, 3)),
         None,  # an empty answer
     ]
@@ -342,7 +342,7 @@ def test_sglang_writes_null_for_a_token_that_cannot_be(monkeypatch):
     monkeypatch.setattr(client, "_post", post)
     [found] = asyncio.run(client.score(ASKED, "r"))
     assert found.logprobs == [LOWEST, -1.0]
-    assert found.top.ids.tolist() == [[7, 3], [8, 2]] and found.top.logprobs[0].tolist() == [-0.5, -np.inf]
+    assert found.top.ids.tolist() == [[7, -1], [8, 2]] and found.top.logprobs[0].tolist() == [-0.5, -np.inf]
 
 
 def swapped(folder: Path) -> Path:

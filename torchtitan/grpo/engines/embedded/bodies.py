@@ -11,8 +11,9 @@ from torchtitan.grpo.engines.embedded.generator import Answer, Generator, Reques
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.inside_vllm.flat_logprobs import KEPT_TOKENS, LOWEST, kept_text
+from torchtitan.grpo.inside_vllm.prompt_scores import as_text
 
-TOP_LOGPROBS_MAX = 20
+TOP_LOGPROBS_MAX = 128
 ANSWERS_MAX = 1 << 16
 """Most answers to one request. All are in the queue at once."""
 INT64 = range(-(1 << 63), 1 << 63)
@@ -82,7 +83,7 @@ def generation(body: dict, generator: Generator) -> Request:
     routes = bool(body.get("return_routed_experts"))
     if routes and generator.routing.shape is None:
         raise BadRequest("return_routed_experts: the model has no experts")
-    return Request(request_id, token_ids, params, top_logprobs, flat_logprobs and not top_logprobs, routes)
+    return Request(request_id, token_ids, params, top_logprobs, flat_logprobs, routes)
 
 
 def token_ids_of(token_ids: Any, name: str, generator: Generator) -> list[int]:
@@ -142,15 +143,22 @@ def _kept(answer: Answer) -> dict:
 def _logprobs(answer: Answer) -> dict:
     """In the form of vLLM with our plug-in (`inside_vllm/flat_logprobs.py`)."""
     if answer.request.flat_logprobs:
-        return {"logprobs": None, "token_logprobs": answer.logprobs}
+        reply: dict[str, Any] = {"logprobs": None, "token_logprobs": answer.logprobs}
+        if answer.top_tokens:
+            ids, logprobs = zip(*answer.top_tokens, strict=True)
+            sampled = np.array(answer.token_ids)[:, None], np.array(answer.logprobs)[:, None]
+            reply["top_tokens"] = as_text(np.hstack([sampled[0], ids]), np.hstack([sampled[1], logprobs]))
+        return reply
     content: list[dict[str, Any]] = [
         {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
         for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
     ]
-    for entry, best in zip(content, answer.top_logprobs, strict=False):
+    for entry, best in zip(content, answer.top_tokens, strict=False):
+        sampled = entry["token_id"], entry["logprob"]
+        pairs = [sampled, *(pair for pair in zip(*best, strict=True) if pair[0] != sampled[0])][: len(best[0])]
         # Tokens that top-p or min-p cut have -inf.
         entry["top_logprobs"] = [
-            {"token_id": token, "logprob": max(logprob, LOWEST), "rank": None} for token, logprob in best
+            {"token_id": token, "logprob": max(logprob, LOWEST), "rank": None} for token, logprob in pairs
         ]
     return {"logprobs": {"content": content}}
 

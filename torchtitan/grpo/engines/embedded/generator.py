@@ -34,15 +34,15 @@ class Answer:
         version_starts: (weight version, index of the first token that it sampled).
         routes: If the request asks for them: the experts of consecutive positions, [positions, layers, top_k] each.
         kept: If the request asks for them: the ids of the tokens that could be drawn in place of each, ascending.
-        top_logprobs: If the request asks for k of them: k (token, log-probability) pairs for each token, the sampled
-            token first, then the most likely others.
+        top_tokens: If the request asks for k of them: for each token the k most likely ones in its place, and their
+            log-probabilities.
     """
 
     request: "Request"
     key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    top_tokens: list[tuple[list[int], list[float]]] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     routes: list[np.ndarray] = field(default_factory=list)
@@ -343,9 +343,9 @@ class Generator:
             answer.logprobs.append(logprob)
             if answer.request.params.kept:
                 answer.kept.append(kept[i])
-            if answer.request.top_logprobs:
-                others = [pair for pair in zip(*best[i], strict=True) if pair[0] != token]
-                answer.top_logprobs.append([(token, logprob), *others][: answer.request.top_logprobs])
+            if k := answer.request.top_logprobs:
+                ids, values = best[i]
+                answer.top_tokens.append((ids[:k], values[:k]))
             if self._stops(answer, token):
                 finished += self._finish(answer, "stop")
             elif len(answer.token_ids) >= answer.request.params.max_tokens:

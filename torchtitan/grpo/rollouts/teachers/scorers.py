@@ -1,7 +1,6 @@
 """Clients of a teacher's server: token ids in, log-probabilities of each answer token and the likeliest ones out."""
 
 import asyncio
-import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -11,13 +10,12 @@ import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.samples import ANY_VOCAB, IMPOSSIBLE, TopTokens
+from torchtitan.grpo.data.top_tokens import Arrays, checked, read
 from torchtitan.grpo.engines.http_client import LARGEST_LOGPROB, HttpClient
 from torchtitan.grpo.engines.sglang import GENERATE_ROUTE
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT
 
-MASS_ERROR = 0.01
-"""How far over 1 the rounding of a server may take the sum of probabilities."""
 COMPLETIONS_ROUTE = "/v1/completions"
 Logprob = Annotated[float, msgspec.Meta(ge=-1e4, le=LARGEST_LOGPROB)]
 """The range of what a teacher says of a token. It may find one impossible: servers write -9999 for -inf."""
@@ -121,16 +119,7 @@ class Scorer(HttpClient):
         of_position: np.ndarray = np.repeat(np.arange(positions), lengths)
         order = np.lexsort((-values, of_position))
         best = order[(starts[:, None] + np.arange(k)).flatten()] if positions else order
-        return self._known(tokens[best].reshape(positions, k), values[best].reshape(positions, k))
-
-    def _known(self, tokens: np.ndarray, values: np.ndarray) -> TopTokens:
-        """Likeliest tokens and their log-probabilities, both [positions, top_k]. ValueError if they cannot be."""
-        if (total := np.exp(values).sum(1).max(initial=0)) > 1 + MASS_ERROR:
-            raise ValueError(
-                f"the likeliest tokens have a probability of {total:.3g}: are they logits (--logprobs-mode)?"
-            )
-        usable = tokens < self._vocab_size
-        return TopTokens(np.where(usable, tokens, -1).astype(np.int32), np.where(usable, values, -np.inf).astype("f4"))
+        return checked(tokens[best].reshape(positions, k), values[best].reshape(positions, k), self._vocab_size)
 
 
 class VllmScorer(Scorer):
@@ -172,20 +161,13 @@ class VllmScorer(Scorer):
             self._top(list(map(len, own)), chain.from_iterable(own), entries),
         )
 
-    def _of_arrays(self, sent: "_Arrays", answer: list[int]) -> Scores:
-        wide = 1 + self.top_k
-        ids, logprobs = (
-            np.frombuffer(base64.b64decode(text), dtype)
-            for text, dtype in ((sent.ids, np.int32), (sent.logprobs, np.float32))
-        )
-        if not len(ids) == len(logprobs) == len(answer) * wide:
-            raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities for {len(answer)} x {wide}")
-        ids, logprobs = ids.reshape(-1, wide), logprobs.reshape(-1, wide)
+    def _of_arrays(self, sent: Arrays, answer: list[int]) -> Scores:
+        ids, logprobs = read(sent, len(answer), self.top_k)
         if ids[:, 0].tolist() != answer:
             raise ValueError("log-probabilities of other tokens than were sent")
         if not (logprobs <= LARGEST_LOGPROB).all():
             raise ValueError("a log-probability that is NaN or over 0: are they logits (--logprobs-mode)?")
-        likeliest = self._known(ids[:, 1:], logprobs[:, 1:]) if self.top_k else None
+        likeliest = checked(ids[:, 1:], logprobs[:, 1:], self._vocab_size) if self.top_k else None
         return Scores(np.maximum(logprobs[:, 0], LOWEST).tolist(), likeliest)
 
 
@@ -240,15 +222,10 @@ class _Token(msgspec.Struct):
     logprob: Logprob
 
 
-class _Arrays(msgspec.Struct):
-    ids: str
-    logprobs: str
-
-
 class _Choice(msgspec.Struct):
     index: int
     prompt_logprobs: list[dict[int, _Token] | None] | None = None
-    prompt_scores: _Arrays | None = None
+    prompt_scores: Arrays | None = None
 
 
 class _Completions(msgspec.Struct):

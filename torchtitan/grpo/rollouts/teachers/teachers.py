@@ -85,7 +85,7 @@ class Teachers:
         return self._scorers.get(prompt.source) or self._scorers[""]
 
     async def _fill_in(self, group: Group) -> str:
-        """Set the samples' `teacher_logprobs` and `teacher_top`. Returns why that failed, or ""."""
+        """Set the samples' `teacher_logprobs` and `top`. Returns why that failed, or ""."""
         prompt, answered = group[0].prompt, [sample for sample in group if sample.token_ids]
         for sample in group:
             sample.teacher_logprobs = []
@@ -104,7 +104,7 @@ class Teachers:
             )
         self._waits_s.append(clock() - began)
         for sample, own in zip(answered, scores, strict=True):
-            sample.teacher_logprobs, sample.teacher_top = own.logprobs, own.top
+            sample.teacher_logprobs, sample.top = own.logprobs, own.top
         return ""
 
     async def _ask(self, scorers: list[Scorer], asked: list[Asked], what: str) -> list[Scores]:
@@ -154,4 +154,4 @@ def _scored_as(sample: Sample) -> int | None:
     """`[distill] top_k` of the run in which a teacher scored it; None if none did."""
     if sample.teacher_logprobs is None:
         return None
-    return 0 if sample.teacher_top is None else sample.teacher_top.ids.shape[1]
+    return 0 if sample.top is None else sample.top.ids.shape[1]
