@@ -42,6 +42,7 @@ from torchtitan.grpo.policy.sft import supervised_steps
 from torchtitan.grpo.process.stopping import StopRequested, run_and_exit
 from torchtitan.grpo.reporting.step_metrics import policy_metrics
 from torchtitan.grpo.reporting.usage import highest_peaks
+from torchtitan.grpo.run.explanation import Explanation
 from torchtitan.grpo.run.policy import LossAndSums
 from torchtitan.grpo.run.rollouts import Absent, Rollouts
 from torchtitan.grpo.run.run import Run
@@ -302,6 +303,7 @@ class Trainer(Run):
         )
         self.resources.callback(self.weight_sync.close)
         self.weight_sync.connect()
+        rollouts.check.explain = Explanation(self)
         self.progress.watch(lambda: (self.weight_sync.moved, rollouts.progress()))
         self.watch(self.weight_sync.describe, rollouts.describe)
 

@@ -25,6 +25,8 @@ import numpy as np
 import pytest
 import requests
 import torch
+from faults.harness import Harness
+from faults.planted import NORM, plug_in
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torchtitan  # noqa: F401  the overlay's shims come first
@@ -130,11 +132,18 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Iterator[Callable[..., Supervisor]]:
+def planted(tmp_path_factory) -> Path:
+    """Says which fault the servers have; see scripts/faults/planted.py."""
+    return tmp_path_factory.mktemp("planted") / "fault"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory, planted) -> Iterator[Callable[..., Supervisor]]:
     """Start a server of an engine for a folder, and keep it alive."""
     with ExitStack() as stack:
 
         def start(engine: str, model: Path, *flags: str) -> Supervisor:
+            stack.enter_context(plug_in(engine, tmp_path_factory.mktemp("plugins"), planted))
             return stack.enter_context(supervised(engine, tmp_path_factory.mktemp(engine), model, *flags))
 
         yield start
@@ -472,6 +481,24 @@ def test_another_run_is_refused_while_the_first_lives(served: Served, monkeypatc
         [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=2)
         assert completion.versions == [2] * 12
         assert served.differences("B", completion).max() <= EXACT
+
+
+def test_a_server_that_samples_from_another_policy_is_asked_why(served: Served, planted):
+    """One server with one fault after another: the cause is named in the first step that samples from it."""
+    said_by_check = f"nat on average at {served.url}, over .*: {served.url}: "
+    causes = {"tensor": f"{said_by_check}weights: 1 of .* trainer's: {NORM}"}
+    causes |= {"top_p": f"{said_by_check}sampling mask: ", "prefix": f"{said_by_check}old prefix: "}
+    if served.engine == "embedded":
+        del causes["prefix"]  # it caches none
+    elif served.engine == "vllm":
+        causes["tensor"] = f"{said_by_check}weights, as it seems: .* 27 tensors cannot be read back"  # on a CPU
+    else:
+        causes["tensor"] = f"never in traffic: .* phase verify, .* 1 of .* not those sent, such as {NORM}"
+        del causes["top_p"]  # its log-probabilities are of all tokens
+    with Harness(served.engine, served.url, served.folders["A"], moves=0.02) as harness:
+        for fault, cause in causes.items():
+            said = harness.step_with(fault, planted)
+            assert re.search(cause, said), (fault, said)
 
 
 def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(served: Served, tmp_path):

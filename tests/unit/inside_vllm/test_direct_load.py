@@ -246,6 +246,13 @@ def test_the_second_update_goes_by_copies_and_equals_load_weights(model_args, li
     copies = sum(len(bucket.tensors) for bucket in buckets)
     assert said == [f"direct loading: {copies} copies into {len(places)} parameters, proved by checksum"]
     assert places == {name: param.data_ptr() for name, param in engine.model.named_parameters()}
+    sent = {name: view for b, wire in zip(buckets, wires(buckets, 1), strict=True) for name, view in b.views(wire)}
+    held = dict(direct.held())
+    assert held.keys() == sent.keys() if engine.model.ranks == 1 else held.keys() < sent.keys()
+    assert held and all(torch.equal(tensor, sent[name]) for name, tensor in held.items())
+    name = min(held)
+    engine.model.get_parameter(name).data.view(-1)[0] += 1
+    assert [other for other, tensor in direct.held() if not torch.equal(tensor, sent[other])] == [name]
 
 
 def test_a_failed_update_is_repaired_by_the_next():

@@ -72,6 +72,20 @@ def test_only_what_both_know_is_compared(tmp_path):
     assert identity_of_folder(str(tmp_path)).config == identity_of_folder("/no/such").config == {}
 
 
+def test_rotary_embeddings_are_known_in_every_place():
+    """transformers 5 has all of them in `rope_parameters`; before it, and in most folders, they are in two places."""
+    old = {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4}}
+    new = {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "yarn", "factor": 4.0}}
+    plain = identity("plain", {"rope_theta": 10000, "rope_scaling": None})
+    told = identity("told", identity("old", old).config)  # as a server's list of models has it
+    assert identity("old", old).config == identity("new", new).config == told.config
+    assert plain.differing(identity("new", new)) == ["rope_theta", "rope_type", "rope_factor"]
+    assert plain.differing(identity("none", {"hidden_size": 1})) == []
+    assert plain.differing(identity("object", LlamaConfig(rope_theta=10000.0))) == []
+    layers = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    assert identity("several", {"rope_parameters": layers}).config == {}
+
+
 def test_the_number_of_experts_is_known_by_either_name():
     """transformers writes `num_local_experts`; the folders of Qwen have `num_experts`."""
     config = Qwen3MoeConfig(num_experts=6)

@@ -608,9 +608,18 @@ def test_server_sums_by_loops():
     ]
     assert sums["server_tokens"].tolist() == [3, 1, 0, 0, 2, 2] == [len(values) for values in expected]
     assert sums["server_mismatch_abs_sum"].tolist() == pytest.approx([sum(values) for values in expected], rel=1e-12)
+    excess = [
+        [(sampler[t] - trainer[t]).item() for t in range(10) if servers[t] == s and (ages[t] > 0) == age]
+        for s in (1, 2, 3)
+        for age in (0, 1)
+    ]
+    bounded = [[max(-0.1, min(0.1, value)) for value in values] for values in excess]
+    assert sums["server_excess_sum"].tolist() == pytest.approx([sum(values) for values in bounded])
+    assert sums["server_bounded_sum"].tolist() == pytest.approx([sum(map(abs, values)) for values in bounded])
+    assert any(abs(value) > 0.1 for values in excess for value in values)
     assert all(values.dtype == torch.float64 and not values.requires_grad for values in sums.values())
     none = server_sums(trainer[:0], sampler[:0], weights[:0], ages[:0], 0, servers[:0], 2)
-    assert [values.tolist() for values in none.values()] == [[0, 0], [0, 0]]
+    assert [values.tolist() for values in none.values()] == [[0, 0]] * 4
 
 
 def test_age_sums_of_any_split_add_up():

@@ -10,7 +10,7 @@ from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rollouts.sampler_check import TOKENS_MIN, SamplerCheck
+from torchtitan.grpo.rollouts.sampler_check import ONE_SIDED, TOKENS_MIN, SamplerCheck
 
 A, B, C = "http://a:8000", "http://b:8000", "http://c:8000"
 
@@ -33,7 +33,9 @@ def sums(**means: float | tuple[float, int] | list) -> tuple[list[str], dict[str
     """Each server's mean or (mean, tokens), or a list of these by age, as `sums.server_sums` over all ranks."""
     by_age = [value if isinstance(value, list) else [value] for value in means.values()]
     pairs = [value if isinstance(value, tuple) else (value, TOKENS_MIN) for values in by_age for value in values]
-    by_server = {"server_tokens": [n for _, n in pairs], "server_mismatch_abs_sum": [mean * n for mean, n in pairs]}
+    totals = [mean * n for mean, n in pairs]
+    by_server = {"server_tokens": [n for _, n in pairs], "server_mismatch_abs_sum": totals}
+    by_server |= {"server_bounded_sum": totals, "server_excess_sum": [total * ONE_SIDED / 2 for total in totals]}
     return [{"a": A, "b": B, "c": C}[name] for name in means], by_server
 
 
@@ -180,3 +182,43 @@ def test_the_run_ends_if_too_few_servers_would_be_left(urls, min_servers):
     with pytest.raises(UserError, match=rf"differ by 0.500 nat on average at {A}, over \[rollout\] max_logprob_mism"):
         check.after_step(*sums(a=0.5))
     SamplerCheck(config_of(), None).after_step(*sums(a=0.5))  # rank 0 alone knows the fleet
+
+
+def test_a_server_that_samples_from_a_part_of_the_vocabulary():
+    """It finds every token a little likelier. Rounding does so with half of them, other weights with more."""
+    fleet = fleet_of(A, B)
+    check = SamplerCheck(config_of(), fleet)
+
+    def step(share: float, mean: float = 0.05, tokens: int = TOKENS_MIN) -> None:
+        servers, by_server = sums(a=(mean, tokens), b=0.01)
+        by_server["server_excess_sum"][0] = share * by_server["server_bounded_sum"][0]
+        check.after_step(servers, by_server)
+
+    step(0.7)
+    step(1.0, mean=0.009)
+    step(1.0, tokens=TOKENS_MIN - 1)
+    assert all(server.in_traffic for server in fleet.servers)
+    step(0.9)
+    a, b = fleet.servers
+    assert a.distrusted and b.in_traffic
+    assert "differ by 0.050 nat on average at http://a:8000, to one side, under [rollout] max_logprob" in a.reason
+
+
+def test_the_worst_servers_are_asked_why_and_more_seldom_each_time():
+    asked = []
+
+    def explain(server: str) -> str:
+        asked.append(server)
+        return f"cause {len(asked)}"
+
+    fleet = fleet_of(A, B, C)
+    check = SamplerCheck(config_of(), fleet)
+    check.explain = explain
+    check.after_step(*sums(a=0.1, b=0.9, c=0.1))
+    assert asked == [B] and "= 0.2: http://b:8000: cause 1 (docs/by_symptom" in fleet.servers[1].reason
+    with pytest.raises(UserError, match=rf"max_logprob_mismatch = 0.2: {B}: cause 2; {C}: cause 3 \(docs/by_symptom"):
+        check.before_first_step(*sums(a=0.3, b=0.9, c=0.8))
+    for _ in range(4):
+        with pytest.raises(UserError):
+            check.before_first_step(*sums(b=0.9))
+    assert asked == [B, B, C, B], "the fourth time, not the third, fifth and sixth"

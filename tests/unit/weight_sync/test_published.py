@@ -67,6 +67,7 @@ def test_adapters_and_experts_reach_a_receiver_byte_for_byte(dtype, limit_bytes)
             receiving.result(10)
             assert table[1].tolist() == packer.expected_acknowledgement(version)
             assert_same_bytes(got, checkpoint(parameters(version), dtype))
+            assert_same_bytes(dict(published(parameters(version), dtype).whole_tensors()), got)
     finally:
         receiver.close()
         group.abort()

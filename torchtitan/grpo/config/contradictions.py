@@ -178,8 +178,8 @@ def _check_score_centering(config: JobConfig) -> Iterator[str]:
         )
     if config.rollout.top_k:
         yield (
-            f"{key} with [rollout] top_k = {config.rollout.top_k}: servers name likeliest tokens among all of them, and "
-            "the policy's probabilities would be among the kept ones; leave one of them out"
+            f"{key} with [rollout] top_k = {config.rollout.top_k}: servers name likeliest tokens among all, and the "
+            "policy's probabilities would be among the kept ones; leave one of them out"
         )
     if config.distill.teacher_urls:
         yield f"{key} with [distill] teacher_urls: a teacher judges each token by itself; leave one of them out"

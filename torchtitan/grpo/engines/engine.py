@@ -20,7 +20,9 @@ class Engine:
             the size of the vocabulary.
         link, disk_link: How weights get there, over a process group and over files: subclasses of
             `weight_sync.link.ServerLink` as "module:Class". These are names since weight_sync/ imports this folder.
-        scorer: Requests to a server that is a teacher: the name of a `rollouts.teachers.scorers.Scorer`.
+        scorer: Requests to a server that scores given tokens, as a teacher does: the name of a
+            `rollouts.teachers.scorers.Scorer`; "" if it cannot.
+        held: Compares the weights that a server holds with those published: the name of a class of `weight_sync.held`.
         repeats_in_flight: Seeded requests repeat their answers even when requests and weight updates arrive at other
             times than before, as they do with `[async_grpo]`. Decides what `[rollout] seeded_requests = "auto"` means.
         with_adapters: The row for a run with `[lora]`, if it is another one.
@@ -32,5 +34,6 @@ class Engine:
     link: str
     disk_link: str
     scorer: str
+    held: str
     repeats_in_flight: bool
     with_adapters: "Engine | None" = None

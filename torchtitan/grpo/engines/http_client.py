@@ -86,6 +86,10 @@ class HttpClient:
         """See `EngineClient.running_versions`."""
         return set()
 
+    def weights(self, version: int) -> dict[str, Any]:
+        """What a request says of the weights that it wants, besides the cache that goes with them."""
+        return {}
+
     async def close(self) -> None:
         """See `EngineClient.close`."""
         if self._session is not None:

@@ -5,7 +5,7 @@ import json
 import os
 import resource
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -188,6 +188,10 @@ class EngineClient(Protocol):
                 in the request.
             LocalError: This process cannot send the request.
         """
+        ...
+
+    def weights(self, version: int) -> dict[str, Any]:
+        """What a request's body says of the weights that it wants."""
         ...
 
     def running_versions(self) -> set[int]:

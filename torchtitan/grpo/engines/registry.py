@@ -27,6 +27,7 @@ _VLLM = Engine(
     f"{_LINKS}.link:GroupLink",
     f"{_LINKS}.disk:FolderLink",
     f"{_SCORERS}:VllmScorer",
+    f"{_LINKS}.held:Fingerprints",
     repeats_in_flight=False,
 )
 _EMBEDDED = replace(  # it has vLLM's routes
@@ -39,6 +40,7 @@ _SGLANG = Engine(
     f"{_LINKS}.sglang_link:SglangLink",
     f"{_LINKS}.sglang_link:SglangFolderLink",
     f"{_SCORERS}:SglangScorer",
+    f"{_LINKS}.held:HeldBySglang",
     repeats_in_flight=False,
 )
 _SGLANG_ADAPTERS = replace(
@@ -49,7 +51,18 @@ _SGLANG_ADAPTERS = replace(
     disk_link=f"{_LINKS}.sglang_adapter_link:SglangAdapterLink",
 )
 
-ENGINES = {row.command.engine: row for row in (_EMBEDDED, _VLLM, replace(_SGLANG, with_adapters=_SGLANG_ADAPTERS))}
+# vLLM 0.32 cannot score prompts under adapters: its output layer knows the adapter of a sequence, not of a token. On a
+# CPU the engine ends (vLLM's issue 51594).
+_VLLM_ADAPTERS = replace(_VLLM, scorer="")
+
+ENGINES = {
+    row.command.engine: row
+    for row in (
+        _EMBEDDED,
+        replace(_VLLM, with_adapters=_VLLM_ADAPTERS),
+        replace(_SGLANG, with_adapters=_SGLANG_ADAPTERS),
+    )
+}
 """`[rollout] engine` -> its row."""
 
 

@@ -72,7 +72,7 @@ class SglangClient(HttpClient):
     def _routes(self, shape: RouteShape, text: str, positions: int) -> np.ndarray:
         return shape.from_int32(text, positions)
 
-    def _weights(self, version: int) -> dict[str, Any]:
+    def weights(self, version: int) -> dict[str, Any]:
         """What a request says of the weights that it wants."""
         return {"extra_key": str(version)}
 
@@ -92,7 +92,7 @@ class SglangClient(HttpClient):
             "return_logprob": True,
             "logprob_start_len": -1,  # of the answer alone
             "stream": False,
-        } | self._weights(version)
+        } | self.weights(version)
         if params.routes is not None:
             body["return_routed_experts"] = True
         if params.kept:

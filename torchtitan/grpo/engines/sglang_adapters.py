@@ -58,8 +58,8 @@ class SglangAdapterClient(SglangClient):
                 self._running[version] -= 1
                 self._running += Counter()  # drops those at 0
 
-    def _weights(self, version: int) -> dict[str, Any]:
-        named = super()._weights(version)
+    def weights(self, version: int) -> dict[str, Any]:
+        named = super().weights(version)
         return named | {"lora_path": version_name(version)} if version >= 0 else named
 
     def _spans(self, meta: _Meta[int]) -> list[Span] | None:

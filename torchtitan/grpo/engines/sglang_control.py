@@ -3,6 +3,7 @@
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.grpo.engines.http_control import HttpControl
@@ -31,6 +32,10 @@ class SglangControl(HttpControl):
         self._given: deque[str] = deque(maxlen=2)  # the two newest versions; the last may not have arrived
         self._has_sessions = True
         self._caches = True
+        self._tells_checksums = True
+        self.comparable: dict[str, list[str]] = {}
+        """Tensors whose checksum has been the trainer's, by SGLang's names, and what each is made of; see
+        `weight_sync.held`."""
 
     def info(self) -> dict[str, Any]:
         """The server's resolved arguments and its version."""
@@ -219,6 +224,30 @@ class SglangControl(HttpControl):
         """See `HttpControl.weight_version`."""
         version = self._json("GET", "/model_info", "weight version", lambda said: said.get("weight_version"))
         return None if version is None else str(version)
+
+    def checksums(self, without: Sequence[str] = ()) -> dict[str, str] | None:
+        """Of the tensors that the server holds now, by its own names. None if it does not tell them: SGLang before
+        0.5.23, and workers that hold a part each.
+
+        Args:
+            without: Names of tensors to leave out, which saves the server their time.
+        """
+        if not self._tells_checksums or self.workers > 1:
+            return None
+        path, phase = "/weights_checker", "checksums"
+        body = {"action": "checksum", "selector": "target", "skip_tensor_list": list(without)}
+        reply = self._request("POST", path, phase, body=body)
+        if reply.status in (404, 422):
+            self._tells_checksums = False
+            return None
+        self._check(reply, phase, path)
+
+        def read(said: Any) -> dict[str, str] | None:
+            ranks = said.get("ranks") or [{}]
+            found = ranks[0].get("checksums")
+            return None if found is None else {str(name): str(value) for name, value in found.items()}
+
+        return self._read(reply, path, phase, read)
 
     def _top_logprobs(self, prompt_ids: list[int], temperature: float, k: int, top_k: int) -> dict[int, float]:
         sampling = {"temperature": temperature, "max_new_tokens": 1, "top_p": 1.0, "ignore_eos": True}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.inside_vllm.backend import BACKEND
+from torchtitan.grpo.inside_vllm.backend import BACKEND, FINGERPRINTS
 from torchtitan.grpo.inside_vllm.before_vllm_0_32 import token_of
 from torchtitan.grpo.weight_wire.model_identity import KEY, ModelIdentity, identity, identity_of_folder
 from torchtitan.grpo.weight_wire.refusals import ADAPTERS, ELSEWHERE
@@ -137,6 +137,19 @@ class VllmControl(HttpControl):
             return None
         self._check(reply, phase, path)
         return self._read(reply, path, phase, lambda said: str(said["weight_version"]))
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hugging Face name -> `weight_wire.adapters.fingerprint` of the weights that the server holds now, as far as
+        it can read them back whole; of a server without our plug-in, none."""
+        body = {"method": FINGERPRINTS}
+        reply = self._request("POST", "/collective_rpc", "fingerprints", body=body)
+        if reply.status != 200:
+            return {}
+
+        def read(said: Any) -> dict[str, str]:
+            return {str(name): str(value) for worker in said["results"] for name, value in dict(worker or {}).items()}
+
+        return self._read(reply, "/collective_rpc", "fingerprints", read)
 
     def _top_logprobs(self, prompt_ids: list[int], temperature: float, k: int, top_k: int) -> dict[int, float]:
         phase, path = "sampling check", "/inference/v1/generate"

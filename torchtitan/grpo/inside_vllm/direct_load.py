@@ -16,8 +16,9 @@ checksums.
 """
 
 import gc
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -217,6 +218,19 @@ class DirectLoading:
     def complete(self) -> bool:
         """Whether every bucket of the plan was loaded since `begin`."""
         return self._loaded == {bucket.index for bucket in self.buckets}
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Published tensors as the model has them now, read back from where they are loaded to. None before copies are
+        proved, and those of which other workers have a part are left out."""
+        for bucket in self.buckets if self.active else ():
+            wire = torch.zeros(bucket.wire_bytes, dtype=torch.uint8, device=self._device)
+            filled = torch.zeros_like(wire)
+            for copy in itertools.chain.from_iterable(self._groups.get(bucket.index, ())):
+                copy.source(wire.view(copy.destination.dtype)).copy_(copy.destination)
+                copy.source(filled.view(copy.destination.dtype)).fill_(1)
+            for (name, tensor), (_, mark) in zip(bucket.views(wire), bucket.views(filled), strict=True):
+                if bool((mark != 0).all()):
+                    yield name, tensor
 
     def finish(self, finish_engine: Callable[[], None]) -> None:
         """End an update. Calls `finish_engine`, the engine's own way to end one, unless it was loaded by copies."""

@@ -21,15 +21,17 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.v1.worker.worker_base import WorkerBase
 
 from torchtitan.grpo.inside_vllm import adapters
 from torchtitan.grpo.inside_vllm.adapters import ServedAdapters
+from torchtitan.grpo.inside_vllm.backend import FINGERPRINTS
 from torchtitan.grpo.inside_vllm.base_weights import base_fingerprints
 from torchtitan.grpo.inside_vllm.before_vllm_0_32 import loaded_name
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
 from torchtitan.grpo.inside_vllm.plugin import end_with_parent
 from torchtitan.grpo.weight_wire import receiver
-from torchtitan.grpo.weight_wire.adapters import AdapterInfo
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo, fingerprint
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.refusals import ADAPTERS
 
@@ -100,6 +102,14 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         lora = self.vllm_config.lora_config
         if lora is not None:
             self._adapters = adapters.install(self.model, lora, self.device)
+        setattr(WorkerBase, FINGERPRINTS, lambda worker: worker.weight_transfer_engine.held())
+
+    def held(self) -> dict[str, str]:
+        """Fingerprints of the weights in service that this worker can read back whole: those that `direct_load` places.
+        Not of adapters, whose base the files tell."""
+        if self._direct is None:
+            return {}
+        return {name: fingerprint(tensor) for name, tensor in self._direct.held()}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's group. It replaces the last connection, unless that is another run's and lives."""

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from torchtitan.grpo.policy.ratios import k3, ratio_of
 
+BOUND = 0.1
+"""Nat of one token that count for the direction in which a server differs: few tokens that are far off say nothing."""
+
 
 def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Difference between sampler and trainer: detached sums over the tokens that have a weight (see `policy_loss`).
@@ -70,7 +73,8 @@ def server_sums(
     """Difference between each server and the trainer: detached sums over tokens with a weight.
 
     Returns:
-        `server_tokens`, and `server_mismatch_abs_sum` of the absolute difference of log-probabilities. Both are float64
+        `server_tokens`, `server_mismatch_abs_sum` of the absolute difference of log-probabilities, and of at most BOUND
+        of it: `server_bounded_sum`, and `server_excess_sum` of sampler - trainer. All are float64
         [num_servers * (max_age + 1)]: the first server's ages, then the second's.
 
     Args:
@@ -78,12 +82,13 @@ def server_sums(
         servers: int64, from `Microbatch.servers`: 1 to num_servers, or 0 for a token that enters no sum.
     """
     trained = weights != 0
-    difference = (trainer_logprobs - sampler_logprobs).detach().double().abs()
-    per_token = torch.stack([torch.ones_like(difference), difference]).where(trained, 0)
+    excess = (sampler_logprobs - trainer_logprobs).detach().double()
+    bounded = excess.clamp(-BOUND, BOUND)
+    per_token = torch.stack([torch.ones_like(excess), excess.abs(), bounded.abs(), bounded]).where(trained, 0)
     of_token = servers * (max_age + 1) + ages.clamp(0, max_age)
-    sums = per_token.new_zeros(2, (num_servers + 1) * (max_age + 1)).index_add(1, of_token, per_token)
-    tokens, mismatch = sums[:, max_age + 1 :]
-    return {"server_tokens": tokens, "server_mismatch_abs_sum": mismatch}
+    sums = per_token.new_zeros(4, (num_servers + 1) * (max_age + 1)).index_add(1, of_token, per_token)
+    names = ("server_tokens", "server_mismatch_abs_sum", "server_bounded_sum", "server_excess_sum")
+    return dict(zip(names, sums[:, max_age + 1 :], strict=True))
 
 
 def route_sums(agrees: Tensor, weights: Tensor) -> dict[str, Tensor]:

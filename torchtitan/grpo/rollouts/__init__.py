@@ -17,6 +17,7 @@
     replay.py        `Replay`: those files in place of a `RolloutStream`
     teachers/        on-policy distillation: other models' servers score a group's answers
     sampler_check.py  whether each server samples from the policy that is trained
+    questions.py     what one that does not is asked; diagnosis.py, the cause that its answers leave
 
 stream -> collector -> environment -> router -> engines/. The main thread calls `take`; the rest runs on one event loop.
 """

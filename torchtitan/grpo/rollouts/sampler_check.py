@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,12 @@ logger = logging.getLogger(__name__)
 
 TOKENS_MIN = 256
 """Fewer tokens of a server are not judged, except before the first optimizer step. They add up over steps."""
+
+ONE_SIDED = 0.8
+"""Share of the difference that has one sign if a server samples from a part of the vocabulary. Rounding has either."""
+
+EXPLAINED = 2
+"""At most so many servers of a step are asked why they differ."""
 
 MOST_MOVED = 1.0
 """Nats by which the policy moves within a version, at most, on average over tokens. Steps that learn stay far below."""
@@ -41,6 +48,9 @@ class SamplerCheck:
     it differ, again, by more than any policy moves. Sums that are not finite are the trainer's own fault and judge no
     server.
 
+    A server is over the limit too if it finds its tokens of age 0 likelier throughout, by a twentieth of the limit: it
+    samples from a part of the vocabulary.
+
     Every rank makes the same calls. `servers` are those of the batch, see the method of this name.
 
     Args:
@@ -48,11 +58,13 @@ class SamplerCheck:
 
     Attributes:
         is_due: The check before the first optimizer step is still to come.
+        explain: Says why a server is over the limit, "" for nothing. Every rank calls it, in the same order.
     """
 
     def __init__(self, config: JobConfig, fleet: Fleet | None) -> None:
         ahead = config.async_grpo
         self.is_due = True
+        self.explain: Callable[[str], str] = lambda server: ""
         self._limit = config.rollout.max_logprob_mismatch
         self._max_age = ahead.max_age
         # An answer that goes on with old keys and values is of no single version.
@@ -60,6 +72,7 @@ class SamplerCheck:
         self._fleet = fleet
         self._waiting: _Waiting = {}
         self._left: dict[str, int] = {}  # server -> steps that may still train on answers from before it left
+        self._explained = Counter[str]()
         self._beyond: set[str] = set()  # servers whose older tokens were last further off than a policy moves
 
     def servers(self, groups: Iterable[Group], version: int) -> dict[str, bool]:
@@ -93,7 +106,7 @@ class SamplerCheck:
         means = {s: mean for (s, age), mean in _means(_by_server(servers, sums)).items() if age == 0}
         self.is_due = not means
         if means and all(not mean <= self._limit for mean in means.values()):
-            raise self._error(means)
+            raise self._error(means, self._causes(means))
 
     def after_step(self, servers: Sequence[str], sums: Mapping[str, Any]) -> None:
         """Judge each server by its tokens since it was last judged.
@@ -116,45 +129,72 @@ class SamplerCheck:
             key: total / tokens
             for key, (tokens, total, moved) in enough.items()
             if total / tokens > self._limit + 2 * moved / tokens
-        }
+        } | {key: total / tokens for key, (tokens, total) in step.items() if key in self._one_sided(servers, sums)}
         beyond = {server for (server, age), mean in over.items() if age and mean > self._limit + 2 * age * MOST_MOVED}
         proven = bool(beyond & self._beyond) or any(age == 0 for _, age in over)
         self._beyond = self._beyond - {server for server, age in enough if age} | beyond
-        if over and self._fleet is not None:
-            self._withdraw(over, self._fleet, proven)
+        if over:
+            worst = {server: max(over[key] for key in over if key[0] == server) for server, _ in over}
+            causes = self._causes(worst)
+            if self._fleet is not None:
+                self._withdraw(worst, causes, self._fleet, proven)
         self._left |= {server: self._max_age + 1 for server, _ in over}
 
-    def _withdraw(self, over: Mapping[tuple[str, int], float], fleet: Fleet, proven: bool) -> None:
+    def _withdraw(self, worst: Mapping[str, float], causes: Mapping[str, str], fleet: Fleet, proven: bool) -> None:
         """`proven`: it ends the run, if too few servers would be left."""
-        worst = {server: max(over[key] for key in over if key[0] == server) for server, _ in over}
         left = [server for server in fleet.servers if not server.lost and server.url not in worst]
         if len(left) < max(1, fleet.min_servers):
             if proven:
-                raise self._error(worst)
-            logger.warning("%s. Too few other servers are left to do without", self._error(worst))
+                raise self._error(worst, causes)
+            logger.warning("%s. Too few other servers are left to do without", self._error(worst, causes))
             return
         for server in fleet.servers:
             if server.url in worst:
-                fleet.distrust(server, str(self._error({server.url: worst[server.url]})))
+                fleet.distrust(server, str(self._error({server.url: worst[server.url]}, causes)))
 
     def _is_whole(self, sample: Sample) -> bool:
         return not self._mixes or len(set(sample.sampled_versions)) <= 1
 
-    def _error(self, means: Mapping[str, float]) -> UserError:
+    def _one_sided(self, servers: Sequence[str], sums: Mapping[str, Any]) -> set[tuple[str, int]]:
+        """Of servers with enough tokens of age 0."""
+        bounded, excess = (_by_server(servers, sums, f"server_{name}_sum") for name in ("bounded", "excess"))
+        least = self._limit / 20
+        judged = (key for key, (tokens, _) in bounded.items() if not key[1] and tokens >= TOKENS_MIN)
+        return {
+            key
+            for key in judged
+            if excess[key][1] > ONE_SIDED * bounded[key][1] and excess[key][1] > least * bounded[key][0]
+        }
+
+    def _causes(self, means: Mapping[str, float]) -> dict[str, str]:
+        """Why the worst of these servers are over the limit. One that is over it again and again is asked more and more
+        seldom."""
+        causes: dict[str, str] = {}
+        for server in sorted(means, key=lambda server: (-means[server], server))[:EXPLAINED]:
+            self._explained[server] += 1
+            if self._explained[server].bit_count() == 1 and (why := self.explain(server)):
+                causes[server] = why
+        return causes
+
+    def _error(self, means: Mapping[str, float], causes: Mapping[str, str]) -> UserError:
+        known = "; ".join(f"{server}: {causes[server]}" for server in means if server in causes)
+        advice = (
+            "check that the server serves this model, runs with --logprobs-mode processed_logprobs and no quantisation"
+        )
+        how = "over" if any(not mean <= self._limit for mean in means.values()) else "to one side, under"
         return UserError(
             f"sampler and trainer log-probabilities of the same tokens differ by "
-            f"{', '.join(f'{mean:.3f} nat on average at {server}' for server, mean in means.items())}, over [rollout] "
-            f"max_logprob_mismatch = {self._limit}: check that the server serves this model, runs with "
-            "--logprobs-mode processed_logprobs and no quantisation (docs/by_symptom.md#the-mismatch-grows)"
+            f"{', '.join(f'{mean:.3f} nat on average at {server}' for server, mean in means.items())}, {how} [rollout] "
+            f"max_logprob_mismatch = {self._limit}: {known or advice} (docs/by_symptom.md#the-mismatch-grows)"
         )
 
 
-def _by_server(servers: Sequence[str], sums: Mapping[str, Any]) -> Sums:
+def _by_server(servers: Sequence[str], sums: Mapping[str, Any], name: str = "server_mismatch_abs_sum") -> Sums:
     if not servers:
         return {}
     ages = range(len(sums["server_tokens"]) // len(servers))
     keys = [(server, age) for server in servers for age in ages]
-    return dict(zip(keys, zip(sums["server_tokens"], sums["server_mismatch_abs_sum"], strict=True), strict=True))
+    return dict(zip(keys, zip(sums["server_tokens"], sums[name], strict=True), strict=True))
 
 
 def _moved(key: tuple[str, int], step: Sums) -> float:

@@ -8,6 +8,7 @@
     rollout_process.py     the process that does it, as the trainer sees it
     rollout_service.py     the same from inside: what reads the trainer's words and answers; no torch
     rollout_worker.py      and what does the work; no torch
+    explanation.py         `Explanation`: why a server does not sample from the policy
     packed.py              a step's groups as rows, or a process' share of them
     script.py              `run_job`: what a training script does with its command line
     check.py               `--check`: the task, read as a run reads it

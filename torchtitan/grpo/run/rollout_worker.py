@@ -4,6 +4,7 @@
 """
 
 import itertools
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet_mirror import FleetMirror
 from torchtitan.grpo.engines.protocol import SamplingParams
-from torchtitan.grpo.engines.registry import server_maker
+from torchtitan.grpo.engines.registry import make_server, server_maker
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.policy.batch import (
     has_signal,
@@ -41,6 +42,7 @@ from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rewards.trial import trial_lines
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.held_out import answer_held_out
+from torchtitan.grpo.rollouts.questions import ASKED_S, ask, read_otherwise, recorded_prompts
 from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
@@ -111,6 +113,7 @@ class RolloutWorker:
         self.stream: RolloutStream | None = None
         # Of a share: step, groups, seconds, and what the other shares need of it.
         self._held: tuple[int, list[Group], dict[str, float], Counted] | None = None
+        self._prompts: dict[str, list[list[int]]] = {}  # of the newest step, by server
         rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
         self.rewards = resources.enter_context(rewards)
         self.environments = resources.enter_context(loaded_environments(config))
@@ -216,6 +219,7 @@ class RolloutWorker:
     def _groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
         assert self.stream is not None
         groups = self.stream.take(step - 1)
+        self._prompts = recorded_prompts(groups)
         self.newest = max(self.newest, step)  # it is trained and published, and the next call may come later
         seconds = {"reward": self.stream.take_scoring_seconds()}
         if self.config.rollout.record_gib:
@@ -245,6 +249,21 @@ class RolloutWorker:
             self.samples.chosen(step, groups),
         ]
         return packed, value, list(itertools.chain.from_iterable(parts))
+
+    def ask(self, url: str, version: int) -> list[Any]:
+        """What the server at this address answers to the questions of a server under suspicion, see `questions.ask`,
+        and what its tokenizer reads otherwise.
+
+        Raises:
+            EngineError, UserError: It does not answer.
+        """
+        rollout, lora = self.config.rollout, self.config.lora
+        key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
+        limits = ASKED_S, ASKED_S, None, self.model.vocab_size
+        server = make_server(rollout.engine, url, key, *limits, lora.enable)
+        prompts = self._prompts.get(url) or [prompt.token_ids for prompt in self.prompts.first(2)]
+        asked = ask(server, version, prompts, self._sampling(1, rollout.temperature), key)
+        return [asked, read_otherwise(server, self.tokenizer, prompts)]
 
     def is_ready(self) -> bool:
         assert self.stream is not None

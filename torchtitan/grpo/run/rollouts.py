@@ -112,6 +112,10 @@ class Absent:
         shares: list[list[Buffer] | None] = [None] * rollout_processes(self.config)
         return Taken([], [], {}, [shares] * self.config.grpo.minibatches, (), {})
 
+    def ask(self, url: str, version: int) -> list[Any]:
+        """See `Rollouts.ask`."""
+        raise NotImplementedError
+
     def is_ready(self) -> bool:
         """Whether `take` returns the next step's batch without a wait for answers."""
         return False
@@ -236,6 +240,10 @@ class Rollouts(Absent):
         for name, spent in seconds.items():
             self.ledger.add(name, spent, out_of="rollout")
         return taken
+
+    def ask(self, url: str, version: int) -> list[Any]:
+        """What a server under suspicion answers, see `RolloutWorker.ask`."""
+        return self._first.call("ask", url, version)[0]
 
     def is_ready(self) -> bool:
         return all(is_ready for is_ready, _ in self._processes.call("is_ready"))

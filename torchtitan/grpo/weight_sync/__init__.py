@@ -10,6 +10,7 @@ A version flows downwards:
     push.py            one version on its way to several servers; copies for servers that are fed alone
     worker.py          a thread per server: common pushes, catching up alone, connecting again
     board.py           what the workers and rank 0's sync thread share
+    held.py            which of the published tensors a server holds, by what it says of its memory
     link.py            one server's update from pause to resume; sglang_link.py, disk.py and
                        sglang_adapter_link.py are the other ways
 """

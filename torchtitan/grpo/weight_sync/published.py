@@ -6,8 +6,9 @@ The rest of weight sync sees a `PublishedWeights` and knows nothing of models, s
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,15 @@ class PublishedWeights:
                     f"{tensor.spec.name} {tensor.spec.shape} cannot be the part {tensor.box} of {tensor.parameter} "
                     f"{tuple(shape)}"
                 )
+
+    def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face name and tensor of each, as it is sent. Collective."""
+        for name, of_parameter in itertools.groupby(self.tensors, lambda tensor: tensor.parameter):
+            full = full_tensor(self.parameters[name].detach())
+            for tensor in of_parameter:
+                part = full[tuple(slice(start, start + length) for start, length in tensor.box)]
+                part = tensor.rearrange(part) if tensor.rearrange is not None else part.reshape(tensor.spec.shape)
+                yield tensor.spec.name, part.to(tensor.spec.dtype).contiguous()
 
     @property
     def dtype(self) -> torch.dtype:

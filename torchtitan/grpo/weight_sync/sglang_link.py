@@ -1,8 +1,9 @@
 """The trainer's end of one SGLang server: the steps of `ServerLink` through SGLang's own routes.
 
 None of our code runs in the server. An HTTP reply acknowledges each bucket, and the reported version name the whole
-version. There are no checksums, so a corrupted byte on the wire is not detected, and SGLang skips tensors that its
-model does not know. The check of log-probabilities in the first step finds a mismatch of models.
+version. From 0.5.23 on, SGLang tells checksums of what it holds: `held.SglangChecksums` compares a part of the tensors
+before the server is resumed. SGLang skips tensors that its model does not know. The check of log-probabilities in the
+first step finds a mismatch of models.
 """
 
 import time
@@ -16,9 +17,10 @@ from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import DiskFeed
+from torchtitan.grpo.weight_sync.held import SglangChecksums
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import Feed
-from torchtitan.grpo.weight_wire.buckets import Bucket
+from torchtitan.grpo.weight_wire.buckets import Bucket, plan_from_json
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
 from torchtitan.grpo.weight_wire.transport import in_thread, wait
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS
@@ -59,9 +61,11 @@ class SglangLink(SglangServerLink):
 
     _name = ""
     """Of the process group, "" while there is none."""
+    _held: SglangChecksums | None = None
 
     def _connect(self, plan_info: dict) -> None:
         """The plan stays in the trainer."""
+        self._held = SglangChecksums(self.control, plan_from_json(plan_info["plan"])) if plan_info["verify"] else None
         deadline = time.monotonic() + self.timeout_s
         world_size = 1 + self.control.world_size()
         self.control.check_takes_models()
@@ -89,16 +93,30 @@ class SglangLink(SglangServerLink):
         """See `ServerLink.update`. Buckets go one after the other. `apply` is 0, since it is part of `wire`."""
         with self._on_stream():
             self._begin_session(feed.version)
+            if self._held is not None:
+                self._held.begin()
             wire_started = time.perf_counter()
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
                 last = bucket.index == len(buckets) - 1
                 self._send(bucket, wire, filled, version_name(feed.version) if last else None)
+                if self._held is not None:
+                    self._held.add(bucket, wire)
                 feed.release(bucket.index + 1)
             self._forget()
             self.seconds |= {"wire": time.perf_counter() - wire_started, "apply": 0.0}
             self._finish(feed.version)
         return self.seconds
+
+    def _finish(self, version: int) -> None:
+        """Its checksums, then as ever. SGLang has a quantised layer's last form when the update has ended."""
+        started = time.perf_counter()
+        with self._phase("finish"):
+            self.control.finish_update(version_name(version))
+        if self._held is not None:
+            with self._phase("verify"):
+                self._held.check()
+        self._take_into_service(version, started)
 
     def _begin_session(self, version: int) -> None:
         self._version = version

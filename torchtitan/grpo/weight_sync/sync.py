@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -214,6 +214,21 @@ class WeightSync:
     def finished(self) -> list[SyncReport]:
         """Pushes that ended since the last call. Rank 0 has them all, other ranks none."""
         return self._board.take_reports() if self._board is not None else []
+
+    @property
+    def newest(self) -> int:
+        """The newest version that was published, which is the model's as long as no optimizer step follows."""
+        return self._newest
+
+    @property
+    def base(self) -> dict[str, str]:
+        """With `[lora]`: fingerprints of the frozen weights that servers must have."""
+        return self._published.announced.get("adapter", {}).get("base", {})
+
+    def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What servers get of the model as it is now: name and tensor, one by one. Collective, and slow: for a server
+        under suspicion. Every rank has to take all of them."""
+        yield from self._published.whole_tensors()
 
     def check(self) -> None:
         """Raise what a sync thread raised, or FleetError if too few servers are left."""

@@ -21,8 +21,13 @@ FIELDS = (
     "norm_topk_prob",
     "vocab_size",
     "tie_word_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_type",
+    "rope_factor",
 )
-"""The entries of config.json that decide the names, shapes and use of the weights."""
+"""The entries of config.json that decide the names, shapes and use of the weights. Those of rotary embeddings are in
+other places of it by the version of transformers."""
 KEY = "hf_config"
 """Where a server's entry in `/v1/models` has them: the embedded server's, and vLLM's with our plug-in."""
 
@@ -66,8 +71,21 @@ def identity(name: str, config: Any) -> ModelIdentity:
     entries = dict(config if isinstance(config, dict) else vars(config))
     if "num_local_experts" in entries:  # transformers' name for it; a file may have either
         entries.setdefault("num_experts", entries["num_local_experts"])
+    entries |= _rope(entries)
     found = {field: entries.get(field, getattr(config, field, None)) for field in ("architectures", *FIELDS)}
     return ModelIdentity(name, {field: value for field, value in found.items() if value is not None})
+
+
+def _rope(entries: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embeddings, if all layers have the same ones: `rope_parameters`, or of before transformers 5
+    `rope_theta` and `rope_scaling`."""
+    given = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
+    theta = entries.get("rope_theta", given.get("rope_theta")) if isinstance(given, dict) else None
+    if not isinstance(theta, int | float) or any(isinstance(value, dict) for value in given.values()):
+        return {}
+    kind = entries.get("rope_type") or given.get("rope_type") or given.get("type") or "default"
+    factor = entries.get("rope_factor") or given.get("factor") or 1.0
+    return {"rope_theta": float(theta), "rope_type": kind, "rope_factor": float(factor)}
 
 
 def identity_of_folder(folder: str) -> ModelIdentity:

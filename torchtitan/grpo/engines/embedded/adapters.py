@@ -27,6 +27,11 @@ def check_adapters(model: PreTrainedModel, name: str, info: AdapterInfo, names: 
     info.check_base(Path(name).name, lambda: {weight: fingerprint(value) for weight, value in base.items()})
 
 
+def held_fingerprints(model: PreTrainedModel) -> dict[str, str]:
+    """Of the base's weights and of the adapters, as the model has them now, by the names that they are sent under."""
+    return {name: fingerprint(value) for name, value in (base_parameters(model) | _adapters(model)).items()}
+
+
 def base_parameters(model: PreTrainedModel, *, twice: bool = True) -> dict[str, Tensor]:
     """The model's own weights by the names of safetensors files. Single experts are views of the stacked ones.
 
@@ -61,6 +66,10 @@ def fit_adapters(model: PreTrainedModel, info: AdapterInfo, names: Iterable[str]
     for layer in adapted_layers(names):
         LoraLinear.adapt(model.get_submodule(layer), Lora(info.rank, info.alpha, {}), model.dtype)
     model.requires_grad_(False)
+    return _adapters(model)
+
+
+def _adapters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {f"{PREFIX}{name}.weight": parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from torchtitan.grpo.engines.embedded import bodies
-from torchtitan.grpo.engines.embedded.adapters import check_adapters
+from torchtitan.grpo.engines.embedded.adapters import check_adapters, held_fingerprints
 from torchtitan.grpo.engines.embedded.bodies import BadRequest
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
@@ -22,6 +22,7 @@ from torchtitan.grpo.engines.embedded.scoring import completions, token_logprobs
 from torchtitan.grpo.engines.embedded.sleep import sleep_routes
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER
+from torchtitan.grpo.inside_vllm.backend import FINGERPRINTS
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 from torchtitan.grpo.weight_wire.model_identity import KEY, identity
 
@@ -81,6 +82,7 @@ class EmbeddedApp:
                 web.post("/update_weights", self.update_weights),
                 web.post("/finish_weight_update", self.finish_weight_update),
                 web.get("/weight_info", self.weight_info),
+                web.post("/collective_rpc", self.collective_rpc),
                 *sleep_routes(self),
             ]
         )
@@ -286,6 +288,15 @@ class EmbeddedApp:
         await self._call(lambda: setattr(self.generator, "version", version))
         self.torn = False
         return web.json_response({"message": "Weight update finished"})
+
+    async def collective_rpc(self, http: web.Request) -> web.Response:
+        """vLLM's route, with the one method that our plug-in adds there."""
+        if (await bodies.json_of(http)).get("method") != FINGERPRINTS:
+            raise BadRequest(f"this server knows the method {FINGERPRINTS} alone")
+        if self.torn:
+            raise BadRequest("a weight update failed or is not finished: the weights are a mix of two versions")
+        model = self.generator.model
+        return web.json_response({"results": [await self._call(lambda: held_fingerprints(model))]})
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.worker.call(function))

@@ -49,6 +49,7 @@ class Scorer(HttpClient):
             left out of the likeliest.
 
     Attributes:
+        extra: What an SGLang request says besides: of the weights that are to score, and of the cache.
         in_flight: Requests that run now.
         failing: The last request failed.
     """
@@ -68,6 +69,7 @@ class Scorer(HttpClient):
         self.temperature = temperature
         self.top_k = top_k
         self._vocab_size = vocab_size
+        self.extra: dict[str, Any] = {}
         self.in_flight = 0
         self.failing = False
 
@@ -194,7 +196,7 @@ class SglangScorer(Scorer):
 
     def _request(self, asked: list[Asked]) -> tuple[str, dict[str, Any]]:
         likeliest = {"top_logprobs_num": [self.top_k] * len(asked)} if self.top_k else {}
-        return GENERATE_ROUTE, likeliest | {
+        return GENERATE_ROUTE, likeliest | self.extra | {
             "input_ids": [prompt + answer for prompt, answer in asked],
             "sampling_params": [{"max_new_tokens": 0, "temperature": 1.0}] * len(asked),
             "return_logprob": True,

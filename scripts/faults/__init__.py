@@ -1,0 +1,1 @@
+"""Faults that are planted into real servers, and by which words a run names them."""
