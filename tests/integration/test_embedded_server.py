@@ -118,7 +118,8 @@ def test_control_knows_the_server(server: RunningServer) -> None:
     assert control.world_size() == 1
     assert control.model_info()["max_model_len"] == 1024
     assert control.weight_version() == "default"
-    control.check_sampling([5, 6, 7])
+    for top_k in (0, 2, 3, 20):
+        control.check_sampling([5, 6, 7], top_k=top_k)
 
 
 @pytest.mark.parametrize(

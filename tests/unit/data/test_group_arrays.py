@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
-from torchtitan.grpo.data.kept_tokens import KeptTokens
+from torchtitan.grpo.data.kept_tokens import KEPT_MAX, KeptTokens
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 
 TEXTS = ["", "plain", "é 日本\n\t", "a\ud800b", 'quo"te\\', "\x00"]
@@ -114,6 +114,23 @@ def test_a_plain_sample_takes_few_bytes(digits, most):
         sample.servers, sample.reward = servers, 1.0
     assert len(to_bytes(group)) / (8 * 8192) < most
     assert from_bytes(to_bytes(group)) == group
+
+
+def test_likeliest_tokens_of_another_number_than_the_newest_group_has_are_left_out():
+    """As after a resume with another [grpo] score_centering."""
+    group = []
+    for k in (4, 2):
+        sample = Sample(Prompt(0, [1], ""), [5, 6], [-0.5, -0.5], [0, 0], "stop")
+        sample.top = TopTokens(np.arange(2 * k, dtype=np.int32).reshape(2, k), np.full((2, k), -2.0, np.float32))
+        group.append(sample)
+    before, now = from_bytes(to_bytes(group))
+    assert before.top is None and now.top.ids.tolist() == [[0, 1], [2, 3]]
+
+
+def test_no_position_keeps_more_tokens_than_a_server_has_room_for():
+    assert KeptTokens.of([list(range(KEPT_MAX))], [0], 9000).counts.tolist() == [KEPT_MAX]
+    with pytest.raises(ValueError, match="4097 tokens were kept at a position"):
+        KeptTokens.of([list(range(KEPT_MAX + 1))], [0], 9000)
 
 
 def test_what_json_has_no_words_for_is_text_and_stops_no_save():

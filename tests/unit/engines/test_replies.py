@@ -294,3 +294,10 @@ def test_likeliest_tokens_that_cannot_be_are_the_servers_failure(url, engine, ro
     sent[row][1] = last
     with pytest.raises(EngineError, match=f"request r7: .*({said})"):
         ask(url, engine, with_likeliest(engine, *sent), top_tokens=2, vocab_size=VOCAB)
+
+
+def test_a_likeliest_token_with_a_number_of_71_bits_is_the_servers_failure(url):
+    ids, logprobs = copy.deepcopy(LIKELIEST)
+    ids[0][1] = 2**70
+    with pytest.raises(EngineError, match=r"request r7: the answer is not as expected: .*too (large|big)"):
+        ask(url, "sglang", with_likeliest("sglang", ids, logprobs), top_tokens=2, vocab_size=VOCAB)

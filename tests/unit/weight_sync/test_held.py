@@ -1,6 +1,7 @@
 """Which of the trainer's tensors a server holds."""
 
 import hashlib
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,12 +28,14 @@ NAMES += [f"model.layers.1.mlp.{kind}_proj.weight" for kind in ("gate", "down", 
 class Holds:
     """What an SGLang server says."""
 
+    tells_checksums = True
+
     def __init__(self) -> None:
         self.comparable: dict[str, list[str]] = {}
         self.held: dict[str, str] = {}
         self.asked: list[set[str]] = []
 
-    def checksums(self, without: list[str] = []) -> dict[str, str]:  # noqa: B006
+    def checksums(self, without: list[str] = [], timeout_s: float | None = None) -> dict[str, str]:  # noqa: B006
         self.asked.append(self.held.keys() - set(without))
         return {name: value for name, value in self.held.items() if name not in without}
 
@@ -49,7 +52,7 @@ def test_what_sglang_stacks():
     }
 
 
-def test_an_sglang_server_that_holds_other_bytes_than_before():
+def test_an_sglang_server_that_holds_other_bytes_than_before(monkeypatch):
     tensors = {name: torch.randn(4, 4) for name in NAMES}
     buckets = plan_buckets([TensorSpec(name, torch.float32, (4, 4)) for name in NAMES], 1 << 20)
     wire = torch.zeros(buckets[0].wire_bytes, dtype=torch.uint8)
@@ -69,13 +72,28 @@ def test_an_sglang_server_that_holds_other_bytes_than_before():
         return verified.check()
 
     assert [push(), push()] == [5, 5] and "model.layers.1.mlp.down_proj.weight" not in server.comparable
-    found = HeldBySglang(server, {})
+    known = server.comparable
+    found = HeldBySglang(server, {}, 1.0)
+    server.comparable = {}  # the server is connected again meanwhile
     for name, tensor in tensors.items():
         found.take(name, tensor + (name == "model.layers.0.mlp.experts.1.up_proj.weight"))
     assert (found.compared, found.left_out, found.differing) == (5, 1, ["model.layers.0.mlp.experts.w13_weight"])
+    server.comparable = known
+    whole = server.held["model.layers.0.self_attn.qkv_proj.weight"]
     server.held["model.layers.0.self_attn.qkv_proj.weight"] = "torn"
     with pytest.raises(RuntimeError, match=r"1 of 5 tensors are not those sent, such as .*qkv_proj"):
         push()
+    verified = SglangChecksums(server, buckets)  # the first version of the next connection has all of them
+    with pytest.raises(RuntimeError, match=r"1 of 6 tensors are not those sent, such as .*qkv_proj"):
+        push()
+    verified = SglangChecksums(server, buckets)
+    assert push() == 4, "it may have been started with other flags: what is equal now counts"
+    server.held["model.layers.0.self_attn.qkv_proj.weight"] = whole
+    monkeypatch.setattr(held, "checksum", Mock(side_effect=torch.OutOfMemoryError))
+    assert push() == 0 and push() == 0, "without memory nothing is verified"
+    asked = len(server.asked)
+    server.tells_checksums = False
+    assert push() == 0 and len(server.asked) == asked and held.checksum.call_count == 2
 
 
 def test_a_large_sglang_server_is_verified_in_turns(monkeypatch):
@@ -107,10 +125,10 @@ def test_fingerprints_of_a_server_that_reads_back_a_part():
     tensors = {"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(2)}
 
     class Control:
-        def fingerprints(self) -> dict[str, str]:
+        def fingerprints(self, timeout_s: float) -> dict[str, str]:
             return {"a": fingerprint(tensors["a"]), "b": "other", "base.x": "1", "base.y": "2"}
 
-    found = Fingerprints(Control(), {"base.x": "1", "base.y": "3", "base.z": "4"})
+    found = Fingerprints(Control(), {"base.x": "1", "base.y": "3", "base.z": "4"}, 1.0)
     for name, tensor in tensors.items():
         found.take(name, tensor)
     assert (found.compared, found.left_out, found.differing) == (4, 1, ["base.y", "b"])

@@ -57,9 +57,15 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
     prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
     number = {id(prompt): i for i, prompt in enumerate(prompts)}
 
+    # After a resume, groups of before may name another number of likeliest tokens: none of use now.
+    k = next((sample.top.ids.shape[1] for sample in reversed(samples) if sample.top is not None), 0)
+
+    def own_top(sample: Sample) -> TopTokens | None:
+        return sample.top if sample.top is not None and sample.top.ids.shape[1] == k else None
+
     def described(sample: Sample) -> dict[str, Any]:
         known = _fields(sample, but=(*PER_TOKEN, "top", "routes", "kept"))
-        is_taught, has_top = sample.teacher_logprobs is not None, sample.top is not None
+        is_taught, has_top = sample.teacher_logprobs is not None, own_top(sample) is not None
         taught = {"taught": True} if is_taught else {}
         if sample.kept is not None:
             taught["kept"] = True
@@ -80,11 +86,9 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
     else:
         columns["teacher_logprobs"] = [s.teacher_logprobs or [0.0] * len(s.token_ids) for s in samples]
     dtypes = PER_TOKEN | (dict.fromkeys(_FLOATS, np.float64) if exact else {})
-    tops = [sample.top for sample in samples if sample.top is not None]
     top: dict[str, np.ndarray] = {}
-    if tops:
-        k = tops[0].ids.shape[1]
-        parts = [sample.top or TopTokens.none(len(sample.token_ids), k) for sample in samples]
+    if k:
+        parts = [own_top(sample) or TopTokens.none(len(sample.token_ids), k) for sample in samples]
         top["top_ids"] = np.concatenate([part.ids for part in parts])
         top["top_logprobs"] = np.concatenate([part.logprobs for part in parts])
     prompt_ids = [prompt.token_ids for prompt in prompts]

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+KEPT_MAX = 4096
+"""No server tells more of a position: SGLang's room for a `top_k`, and for tokens that are as likely as the last."""
+
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
@@ -37,8 +40,8 @@ class KeptTokens:
             sampled: The token that was drawn at each position.
 
         Raises:
-            ValueError: They cannot be: another number of positions than of tokens, an id outside the vocabulary or
-                twice, or a sampled token that is not kept.
+            ValueError: They cannot be: another number of positions than of tokens, over KEPT_MAX at one, an id outside
+                the vocabulary or twice, or a sampled token that is not kept.
         """
         if isinstance(masks, str):
             values = np.frombuffer(base64.b64decode(masks, validate=True), "<i4")
@@ -50,6 +53,8 @@ class KeptTokens:
         positions, most = len(counts), vocab_size + 1
         if positions != len(sampled):
             raise ValueError(f"{positions} positions say which tokens were kept, and {len(sampled)} tokens came")
+        if (longest := int(counts.max(initial=0))) > KEPT_MAX:
+            raise ValueError(f"{longest} tokens were kept at a position, more than any server has room for")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             raise ValueError(f"tokens {int(ids.min())} to {int(ids.max())} were kept, the model has {vocab_size}")
         keys = np.repeat(np.arange(positions) * most, counts) + ids  # ascending by position and id

@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # torchtitan's models take seconds to import
 TOP_TOKEN_BYTES = 48
 """Of each of `[distill] top_k` or `[grpo] score_centering` tokens at a position: ids, log-probabilities, float32 copies
 in the backward pass."""
+KEPT_TOKEN_BYTES = 24
+"""Of each of `[rollout] top_k` tokens at a position of the computed chunk: places and logits, in both passes."""
 Parts = dict[str, int]
 """Bytes by holder."""
 
@@ -357,7 +359,9 @@ class _Rank:
         else:
             terms = self.config.grpo.entropy_coef or likeliest
             each += 4 * (5 if backward and terms else 4)
-        return min(_chunk_tokens(), self.tokens) * self.vocabulary * each + self.tokens * likeliest * TOP_TOKEN_BYTES
+        chunk, kept = min(_chunk_tokens(), self.tokens), self.config.rollout.top_k
+        likeliest_bytes = self.tokens * likeliest * TOP_TOKEN_BYTES
+        return chunk * (self.vocabulary * each + kept * KEPT_TOKEN_BYTES) + self.tokens * kept * 4 + likeliest_bytes
 
 
 def _document_copies(config: JobConfig, job: Job) -> float:

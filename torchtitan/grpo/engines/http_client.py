@@ -146,7 +146,7 @@ class HttpClient:
         """Around the reading of a reply. What cannot be an answer is the server's failure."""
         try:
             yield
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             what = str(error)[:_ERROR_CHARS]
             if f"> {IMPOSSIBLE}" in what:
                 what += ": a sampled token cannot be so unlikely. vLLM writes -9999 for NaN: are the logits finite?"

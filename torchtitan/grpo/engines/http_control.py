@@ -178,7 +178,7 @@ class HttpControl:
             # One token alone ends vLLM 0.32 on a CPU with a Qwen3.5.
             self.check_sampling([prompt_id] * 2, top_tokens, top_k)
             if routes:
-                self._check_routes(prompt_id)
+                self._check_routes(prompt_id, top_k)
 
     def _check_setup(self, recomputes: bool) -> None:
         """Refuse versions and flags that `check` finds nothing of."""
@@ -195,7 +195,7 @@ class HttpControl:
         """Whether it answers requests before it gets weights: not if an interrupted update left it paused."""
         raise NotImplementedError
 
-    def _check_routes(self, prompt_id: int) -> None:
+    def _check_routes(self, prompt_id: int, top_k: int) -> None:
         """Refuse a server that does not say which experts compute an answer."""
         raise NotImplementedError
 
@@ -258,7 +258,7 @@ class HttpControl:
         Raises:
             UserError: The log-probabilities do not follow the temperature, or the server does not have the route.
         """
-        k = max(_TOP_TOKENS, top_tokens)
+        k = min(_TOP_TOKENS, top_k) if top_k else max(_TOP_TOKENS, top_tokens)
         at_one, at_two = (self._top_logprobs(prompt_ids, temperature, k, top_k) for temperature in (1.0, 2.0))
         if len(at_one) < top_tokens:
             raise UserError(f"{self.url}: tells {len(at_one)} likeliest tokens: lower [grpo] score_centering to that")

@@ -86,7 +86,7 @@ class SglangControl(HttpControl):
         self.resume()  # a trainer that crashed may have left it paused
         return True
 
-    def _check_routes(self, prompt_id: int) -> None:
+    def _check_routes(self, prompt_id: int, top_k: int) -> None:
         if not self.info().get("enable_return_routed_experts"):
             raise UserError(
                 f"{self.url}: does not tell which experts compute an answer, which [grpo] routing_replay needs: start "
@@ -225,19 +225,24 @@ class SglangControl(HttpControl):
         version = self._json("GET", "/model_info", "weight version", lambda said: said.get("weight_version"))
         return None if version is None else str(version)
 
-    def checksums(self, without: Sequence[str] = ()) -> dict[str, str] | None:
-        """Of the tensors that the server holds now, by its own names. None if it does not tell them: SGLang before
-        0.5.23, and workers that hold a part each.
+    @property
+    def tells_checksums(self) -> bool:
+        """Old servers do not, and workers that hold a part each have no checksum of the whole."""
+        return self._tells_checksums and self.workers == 1
+
+    def checksums(self, without: Sequence[str] = (), timeout_s: float | None = None) -> dict[str, str] | None:
+        """Of the tensors that the server holds now, by its own names. None if it does not tell them.
 
         Args:
-            without: Names of tensors to leave out, which saves the server their time.
+            without: Names of tensors to leave out, which saves the server their time. It leaves out all whose names
+                contain one of these.
         """
-        if not self._tells_checksums or self.workers > 1:
+        if not self.tells_checksums:
             return None
         path, phase = "/weights_checker", "checksums"
         body = {"action": "checksum", "selector": "target", "skip_tensor_list": list(without)}
-        reply = self._request("POST", path, phase, body=body)
-        if reply.status in (404, 422):
+        reply = self._request("POST", path, phase, body=body, timeout_s=timeout_s)
+        if reply.status in (400, 404, 422):
             self._tells_checksums = False
             return None
         self._check(reply, phase, path)

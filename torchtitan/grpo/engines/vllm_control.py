@@ -61,9 +61,10 @@ class VllmControl(HttpControl):
             logger.info("%s is paused, as an interrupted weight update leaves it", self.url)
         return not paused
 
-    def _check_routes(self, prompt_id: int) -> None:
+    def _check_routes(self, prompt_id: int, top_k: int) -> None:
         phase, path = "check of routing", "/inference/v1/generate"
         sampling = {"max_tokens": 1, "temperature": 1.0, "detokenize": False, "ignore_eos": True}
+        sampling |= {"top_k": top_k} if top_k else {}
         body = {"token_ids": [prompt_id], "return_routed_experts": True, "sampling_params": sampling}
         if self._json("POST", path, phase, lambda said: said["choices"][0].get("routed_experts"), body=body) is None:
             raise UserError(
@@ -138,11 +139,11 @@ class VllmControl(HttpControl):
         self._check(reply, phase, path)
         return self._read(reply, path, phase, lambda said: str(said["weight_version"]))
 
-    def fingerprints(self) -> dict[str, str]:
+    def fingerprints(self, timeout_s: float | None = None) -> dict[str, str]:
         """Hugging Face name -> `weight_wire.adapters.fingerprint` of the weights that the server holds now, as far as
         it can read them back whole; of a server without our plug-in, none."""
         body = {"method": FINGERPRINTS}
-        reply = self._request("POST", "/collective_rpc", "fingerprints", body=body)
+        reply = self._request("POST", "/collective_rpc", "fingerprints", body=body, timeout_s=timeout_s)
         if reply.status != 200:
             return {}
 

@@ -83,7 +83,10 @@ async def _ask(
         if others := {token for _, answer in found for token in answer.versions} - {version}:
             raise EngineError(f"{server.url}: weights of version {others.pop()} answer, in place of {version}")
         documents = [prompt + answer.token_ids for prompt, answer in found]
-        scores = await _scores(server, documents, client.weights(version), api_key)
+        try:
+            scores = await _scores(server, documents, client.weights(version), params, api_key)
+        except (EngineError, UserError):  # its answers say something, too
+            scores = [[] for _ in documents]
     finally:
         await client.close()
     return [
@@ -97,7 +100,7 @@ def _listed(kept: KeptTokens | None) -> list[list[int]]:
 
 
 async def _scores(
-    server: Server, documents: Sequence[list[int]], weights: dict[str, Any], api_key: str | None
+    server: Server, documents: Sequence[list[int]], weights: dict[str, Any], params: SamplingParams, api_key: str | None
 ) -> list[list[float]]:
     """Of all tokens but the first of each; none of each if the server cannot score."""
     if not server.engine.scorer:
@@ -105,6 +108,7 @@ async def _scores(
     models = await asyncio.to_thread(server.control.models)
     scorer_type: type[Scorer] = pkgutil.resolve_name(server.engine.scorer)
     scorer = scorer_type(server.url, api_key, str(models[0].get("id")) if models else "", ASKED_S)
+    scorer.cut = params.top_k
     scorer.extra = weights | {"extra_key": f"probe-{uuid.uuid4().hex}"}
     try:
         scores = await scorer.score([(document[:1], document[1:]) for document in documents], "probe")

@@ -13,13 +13,11 @@ from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.engines.engine import Engine
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import EngineError
-from torchtitan.grpo.errors import PlainError
 from torchtitan.grpo.model.lora import without_adapters
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.rows import PackedSample
 from torchtitan.grpo.rollouts.diagnosis import Evidence, Probe, cause
 from torchtitan.grpo.rollouts.questions import ASKED_S, Asked
-from torchtitan.grpo.run.rollout_process import ProcessLost, RolloutError
 
 if TYPE_CHECKING:
     from grpo_train import Trainer
@@ -46,6 +44,7 @@ class Explanation:
         if trainer.ending.trained is None or trainer.config.rollout.colocate:
             return ""
         asked, tokens, failed = trainer.broadcast.json(self._asked(url) if trainer.is_rank0 else None)
+        asked = [own for own in asked if len(own[0]) <= trainer.layout.row_tokens]
         probes = self._probes(asked) if asked else []
         config = trainer.config
         evidence = Evidence(config.rollout.max_logprob_mismatch, probes, tokens=tokens, failed=failed)
@@ -64,7 +63,7 @@ class Explanation:
             self._wait_for(url, version)
             asked, tokens = self._trainer.rollouts.ask(url, version)
             return asked, tokens, ""
-        except (PlainError, RolloutError, ProcessLost, TimeoutError) as error:
+        except Exception as error:  # the other ranks wait
             return [], "", str(error)
 
     def _wait_for(self, url: str, version: int) -> Server:
@@ -124,16 +123,18 @@ class Explanation:
     def _compare_weights(self, url: str, evidence: Evidence) -> None:
         """Those that the server holds, with the model's."""
         trainer, held = self._trainer, None
-        if trainer.is_rank0:
-            try:
-                held = self._held(url)
-            except PlainError as error:
-                evidence.failed = evidence.failed or str(error)
+        try:
+            held = self._held(url) if trainer.is_rank0 else None
+        except Exception as error:  # the other ranks wait
+            evidence.failed = evidence.failed or str(error)
         if not trainer.broadcast.json(held is not None):
             return
         for name, tensor in trainer.weight_sync.whole_tensors():
-            if held is not None:
-                held.take(name, tensor)
+            try:
+                if held is not None:
+                    held.take(name, tensor)
+            except Exception as error:  # the other ranks gather the rest with this one
+                evidence.failed, held = evidence.failed or str(error), None
         if held is not None:
             evidence.compared, evidence.differing, evidence.left_out = held.compared, held.differing, held.left_out
 
@@ -143,7 +144,7 @@ class Explanation:
         server = next((server for server in fleet.servers if server.url == url), None)
         if server is None or not isinstance(server.engine, Engine):
             return None
-        return pkgutil.resolve_name(server.engine.held)(server.control, self._trainer.weight_sync.base)
+        return pkgutil.resolve_name(server.engine.held)(server.control, self._trainer.weight_sync.base, ASKED_S)
 
 
 def _kept(asked: Asked) -> KeptTokens | None:

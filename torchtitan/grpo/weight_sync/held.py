@@ -41,8 +41,8 @@ class Fingerprints:
         differing: Names of those that are others.
     """
 
-    def __init__(self, control: VllmControl, base: Mapping[str, str]) -> None:
-        self._held = control.fingerprints()
+    def __init__(self, control: VllmControl, base: Mapping[str, str], timeout_s: float) -> None:
+        self._held = control.fingerprints(timeout_s)
         known = self._held.keys() & base.keys()
         self.compared, self.left_out = len(known), 0
         self.differing = sorted(name for name in known if self._held[name] != base[name])
@@ -59,15 +59,16 @@ class SglangChecksums:
     """Verifies what an SGLang server has loaded, by its own route of checksums (0.5.23).
 
     SGLang stacks some tensors, slices them for tensor parallelism, and may pack or quantise them. So a tensor counts
-    once its checksum has been the trainer's. The first version shows which ones do. After that each version verifies
-    VERIFIED_BYTES of them, and a difference is an error. Tensors whose parts travel in several buckets are left out.
+    once its checksum has been the trainer's. The first version of a connection shows which ones do, and verifies those
+    that did before. After that each version verifies VERIFIED_BYTES of them. A difference is an error. Tensors whose
+    parts travel in several buckets are left out.
 
     Use: `begin` a version, `add` its buckets, `check` before the server is resumed.
     """
 
     def __init__(self, control: SglangControl, buckets: Sequence[Bucket]) -> None:
         self._control = control
-        control.comparable.clear()
+        self._compared = False
         sizes = {spec.name: spec.bytes for bucket in buckets for spec in bucket.tensors}
         together = [{spec.name for spec in bucket.tensors} for bucket in buckets]
         stacks = stacked(sizes)
@@ -82,20 +83,26 @@ class SglangChecksums:
 
     def begin(self) -> None:
         """A version is about to be sent."""
-        if not self._control.comparable:
-            self._expected, self._due = {}, set(self._bytes)
-            return
         self._expected, self._due, total = {}, set(), 0
-        self._turn = self._turn or deque(sorted(self._control.comparable))
+        if not self._control.tells_checksums:
+            return
+        if not self._compared:
+            self._due |= self._bytes.keys()
+            return
+        self._turn = self._turn or deque(sorted(self._control.comparable.keys() & self._bytes.keys()))
         while self._turn and total < VERIFIED_BYTES:
             self._due.add(name := self._turn.popleft())
             total += self._bytes[name]
 
     def add(self, bucket: Bucket, wire: torch.Tensor) -> None:
+        """Without memory for it, this version is not verified."""
         tensors = dict(bucket.views(wire)) if self._due.intersection(self._of_bucket[bucket.index]) else {}
-        for name, parts in self._of_bucket[bucket.index].items():
-            if name in self._due:
-                self._expected[name] = checksum([tensors[part] for part in parts])
+        try:
+            for name, parts in self._of_bucket[bucket.index].items():
+                if name in self._due:
+                    self._expected[name] = checksum([tensors[part] for part in parts])
+        except torch.OutOfMemoryError:
+            self._expected, self._due = {}, set()
 
     def check(self) -> int:
         """How many tensors hold what was sent.
@@ -109,9 +116,14 @@ class SglangChecksums:
         held = self._control.checksums(without=others)
         if held is None:
             return 0
-        equal = {name for name, expected in self._expected.items() if held.get(name) == expected}
-        if wrong := sorted((self._expected.keys() - equal) & self._control.comparable.keys()):
-            raise RuntimeError(f"{len(wrong)} of {len(self._expected)} tensors are not those sent, such as {wrong[0]}")
+        is_first, self._compared = not self._compared, True
+        told = {name: held[name] == expected for name, expected in self._expected.items() if name in held}
+        equal, known = {name for name, is_equal in told.items() if is_equal}, self._control.comparable
+        if wrong := sorted(name for name in told.keys() & known.keys() if name not in equal):
+            if is_first:  # the server may have been started again with other flags: then it is learnt anew
+                self._control.comparable = {}
+            if not is_first or equal & known.keys():
+                raise RuntimeError(f"{len(wrong)} of {len(told)} tensors are not those sent, such as {wrong[0]}")
         self._control.comparable |= {name: self._parts[name] for name in equal}
         return len(equal)
 
@@ -119,11 +131,11 @@ class SglangChecksums:
 class HeldBySglang:
     """See `Fingerprints`. Names are SGLang's."""
 
-    def __init__(self, control: SglangControl, base: Mapping[str, str]) -> None:
-        held = (control.checksums() or {}) if control.comparable else {}
-        self._held = {stack: held[stack] for stack in control.comparable if stack in held}
-        self._stack_of = {part: stack for stack in self._held for part in control.comparable[stack]}
-        self._order = control.comparable
+    def __init__(self, control: SglangControl, base: Mapping[str, str], timeout_s: float) -> None:
+        self._order = dict(control.comparable)  # a thread may connect the server again meanwhile
+        held = (control.checksums(timeout_s=timeout_s) or {}) if self._order else {}
+        self._held = {stack: held[stack] for stack in self._order if stack in held}
+        self._stack_of = {part: stack for stack in self._held for part in self._order[stack]}
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self.compared, self.left_out, self.differing = 0, 0, list[str]()
 

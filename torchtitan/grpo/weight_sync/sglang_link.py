@@ -94,14 +94,16 @@ class SglangLink(SglangServerLink):
         with self._on_stream():
             self._begin_session(feed.version)
             if self._held is not None:
-                self._held.begin()
+                with self._phase("verify"):
+                    self._held.begin()
             wire_started = time.perf_counter()
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
                 last = bucket.index == len(buckets) - 1
                 self._send(bucket, wire, filled, version_name(feed.version) if last else None)
                 if self._held is not None:
-                    self._held.add(bucket, wire)
+                    with self._phase("verify"):
+                        self._held.add(bucket, wire)
                 feed.release(bucket.index + 1)
             self._forget()
             self.seconds |= {"wire": time.perf_counter() - wire_started, "apply": 0.0}

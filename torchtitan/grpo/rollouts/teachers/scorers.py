@@ -50,6 +50,7 @@ class Scorer(HttpClient):
 
     Attributes:
         extra: What an SGLang request says besides: of the weights that are to score, and of the cache.
+        cut: `[rollout] top_k`, which a vLLM that tells kept tokens demands of every request. It changes no score.
         in_flight: Requests that run now.
         failing: The last request failed.
     """
@@ -70,6 +71,7 @@ class Scorer(HttpClient):
         self.top_k = top_k
         self._vocab_size = vocab_size
         self.extra: dict[str, Any] = {}
+        self.cut = 0
         self.in_flight = 0
         self.failing = False
 
@@ -145,7 +147,7 @@ class VllmScorer(Scorer):
     def _body(self, asked: list[Asked]) -> dict[str, Any]:
         sequences = [prompt + answer for prompt, answer in asked]
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self.top_k}
-        return {"model": self.model, "prompt": sequences, **sampling}
+        return {"model": self.model, "prompt": sequences, **sampling} | ({"top_k": self.cut} if self.cut else {})
 
     def _read(self, payload: bytes, asked: list[Asked]) -> list[Scores]:
         choices = {choice.index: choice for choice in self._reply.decode(payload).choices}
