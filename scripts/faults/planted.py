@@ -139,11 +139,12 @@ def embedded() -> None:
     from torchtitan.grpo.engines.embedded import __main__ as server
     from torchtitan.grpo.engines.embedded import generator as generating
     from torchtitan.grpo.engines.embedded.model import ModelUpdate
+    from torchtitan.grpo.engines.embedded.sampling import Cut
 
-    sample = generating.sample
+    sample, cut = generating.sample, Cut(top_p=TOP_P)
 
     def sample_from_a_part(logits: Any, *args: Any) -> Any:
-        return sample(logits, *args[:4], dict.fromkeys(range(len(logits)), TOP_P))
+        return sample(logits, *args[:4], dict.fromkeys(range(len(logits)), cut))
 
     def change(update: Any, *_: Any) -> None:
         change_weights(update._model)

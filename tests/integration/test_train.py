@@ -149,6 +149,8 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
     of_run = {name: value for name, value in lines[-1].items() if name.startswith("validation/")}
     for of_set in ("small", "products"):
         metrics = result["sets"][of_set]["metrics"]
+        noisy = [metrics.pop(f"{kind}_reward/noisy:score")["mean"] for kind in ("greedy", "sampled")]
+        assert noisy == [1.0, 1.0] and "greedy_reward/exact_match" in metrics
         assert {name: each["mean"] for name, each in metrics.items()} == {
             name: of_run[f"validation/{of_set}/{name}"] for name in metrics
         }

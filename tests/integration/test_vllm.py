@@ -315,7 +315,8 @@ def test_log_probabilities_are_one_list_where_that_is_asked(vllm_server: Running
         expected = [entry["logprob"] for entry in usual["logprobs"]["content"]]
         assert flat["token_logprobs"] == pytest.approx(expected, abs=1e-5)
     for choice in choices(flat_logprobs=True, logprobs=1):
-        assert len(choice["logprobs"]["content"]) == 12 and "token_logprobs" not in choice
+        assert choice["logprobs"] is None and len(choice["token_logprobs"]) == 12
+        assert choice["top_tokens"].keys() == {"ids", "logprobs"}, "and each position's likeliest token"
 
 
 def test_pause_keep_holds_requests(vllm_server: RunningServer) -> None:
