@@ -57,7 +57,9 @@ def _is_scale(name: str) -> bool:
     return "_scale" in name.rpartition(".")[2]
 
 
-def expected_names(model: torch.nn.Module, tied: bool, given: Collection[str] = ()) -> set[str]:
+def expected_names(
+    model: torch.nn.Module, tied: bool, given: Collection[str] = (), quantizes: bool = False
+) -> set[str]:
     """Hugging Face names of the weights that the model is made of.
 
     vLLM fuses checkpoint tensors (q, k and v into one); `packed_modules_mapping` says which. Its reload only warns when
@@ -66,11 +68,12 @@ def expected_names(model: torch.nn.Module, tied: bool, given: Collection[str] = 
 
     Args:
         given: What comes. Some checkpoints have tensors fused as vLLM has them (GLM-4's `gate_up_proj`).
+        quantizes: vLLM quantizes what it loads. Only then scales are its own: some models have weights of such names.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     names: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if _is_scale(name) or (tied and name.startswith("lm_head.")):
+        if (quantizes and _is_scale(name)) or (tied and name.startswith("lm_head.")):
             continue
         if ".experts." in name:  # beside them it may be the router, which has a name of its own
             layer, _, stack = name.partition(".experts.")
@@ -123,7 +126,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         if self._adapters is not None:
             self._receiver = joined
             return
-        missing = sorted(expected_names(self.model, self._tied, joined.names) - set(joined.names))
+        missing = sorted(expected_names(self.model, self._tied, joined.names, self._quantizes) - set(joined.names))
         if missing and self._loads_checkpoint_names and parallel.pipeline_parallel_size == 1:
             joined.close()
             raise ValueError(
@@ -246,10 +249,15 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         raise NotImplementedError("weights are sent by torchtitan.grpo.weight_sync.sync.WeightSync")
 
     @property
-    def _loads_checkpoint_names(self) -> bool:
-        """Whether vLLM gets the weights of an unquantized checkpoint, even if it then quantizes them (`online`)."""
+    def _quantizes(self) -> bool:
+        """Whether vLLM quantizes the weights that it loads (`online`)."""
         quantization = self.vllm_config.quant_config
-        return quantization is None or quantization.get_name() == "online"
+        return quantization is not None and quantization.get_name() == "online"
+
+    @property
+    def _loads_checkpoint_names(self) -> bool:
+        """Whether vLLM gets the weights of an unquantized checkpoint, even if it then quantizes them."""
+        return self.vllm_config.quant_config is None or self._quantizes
 
     @property
     def _tied(self) -> bool:
@@ -257,7 +265,8 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     def _own_names(self) -> set[str]:
         """vLLM's names of this worker's weights."""
-        names = (name for name, _ in self.model.named_parameters() if not _is_scale(name))
+        own = (name for name, _ in self.model.named_parameters())
+        names = (name for name in own if not (self._quantizes and _is_scale(name)))
         return {loaded_name(name) for name in names} - self._tied_names()
 
     def _tied_names(self) -> set[str]:
