@@ -40,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument(
         "--preset", choices=list(PRESETS), default="lognormal", help="defaults of what follows (default lognormal)"
     )
-    modes.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help="default: all")
+    modes_help = "default: all; none of them: generation alone"
+    modes.add_argument("--modes", nargs="*", choices=MODES, default=MODES, metavar="MODE", help=modes_help)
     modes.add_argument("--shape", choices=SHAPES, help="of a Qwen3")
     modes.add_argument("--mean", type=seconds, help="answer tokens on average")
     modes.add_argument("--sigma", type=seconds, default=1.0, help="of their logarithm (default 1)")

@@ -28,7 +28,7 @@ from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.policy.rows import PackedSample
-from torchtitan.grpo.policy.sums import server_sums
+from torchtitan.grpo.policy.sums import server_sums, surprise_sums
 from torchtitan.grpo.rollouts.questions import ask
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.run.explanation import Explanation
@@ -48,12 +48,22 @@ class Harness:
     Args:
         moves: Standard deviation of what a step adds to each weight.
         in_flight: A step's weights arrive while its answers are generated.
+        fp8: The server quantizes.
+        checked: The server is checked before it gets weights.
     """
 
     def __init__(
-        self, engine: str, url: str, folder: Path, moves: float = 0.003, lora: bool = False, in_flight: bool = False
+        self,
+        engine: str,
+        url: str,
+        folder: Path,
+        moves: float = 0.003,
+        lora: bool = False,
+        in_flight: bool = False,
+        fp8: bool = False,
+        checked: bool = True,
     ) -> None:
-        self.in_flight, self.moves, self.lora = in_flight, moves, lora
+        self.in_flight, self.moves, self.lora, self.checked = in_flight, moves, lora, checked
         section = SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf")
         self.source = resolve_model(section, 1024, *([LORA] if lora else []))
         self.model = self.source.build()
@@ -72,6 +82,7 @@ class Harness:
         config = JobConfig()
         config.async_grpo = dataclasses.replace(config.async_grpo, enabled=in_flight, max_trajectory_age_steps=1)
         config.lora.enable = lora
+        config.rollout.quantization = "fp8" if fp8 else "none"
         self.config = config
         settings = SyncConfig(timeout_seconds=60.0, async_weight_update=in_flight, transport="gloo")
         self.sync = WeightSync(published_weights(self.model, self.source, torch.float32), settings, self.fleet, CPU)
@@ -92,8 +103,9 @@ class Harness:
         self.rng = torch.Generator().manual_seed(0)
 
     def __enter__(self) -> "Harness":
-        self.server.check()
-        self.server.control.check(1024, 5, trained=self.source.identity, recomputes=self.in_flight)
+        if self.checked:
+            self.server.check()
+            self.server.control.check(1024, 5, trained=self.source.identity, recomputes=self.in_flight)
         self.sync.connect()
         self.publish(wait=True)
         return self
@@ -193,10 +205,10 @@ class Harness:
         (rows,) = self.layout.pack(samples)
         total: dict[str, Any] = {}
         for row in (Microbatch.of(row, CPU) for row in rows):
-            logprobs = self.model(row, 1.0)[0]
-            ones = torch.ones_like(logprobs)
-            ages = 1 if self.in_flight else 0
-            own = server_sums(logprobs, row.sampler_logprobs, ones, row.ages, ages, row.servers, 1)
+            logprobs, entropy = self.model(row, 1.0)[:2]
+            of_servers = torch.ones_like(logprobs), row.ages, int(self.in_flight), row.servers, 1
+            own = server_sums(logprobs, row.sampler_logprobs, *of_servers)
+            own |= surprise_sums(logprobs, entropy, *of_servers)
             total = {name: total.get(name, 0) + value for name, value in own.items()}
         return {name: value.tolist() for name, value in total.items()}
 

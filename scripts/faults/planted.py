@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 NORM = "model.layers.1.post_attention_layernorm.weight"
 TOP_P = 0.7
+SCALES: dict[str, Any] = {}
+"""Of a vLLM that quantizes: those of its last version."""
 
 
 def fault() -> str:
@@ -46,6 +48,19 @@ def change_weights(model: Any) -> None:
                 parameter.mul_(1.5)
             elif fault() == "expert" and name.endswith(("experts.w2_weight", "experts.down_proj")):
                 parameter[3].zero_()
+
+
+def keep_scales(model: Any) -> None:
+    """After an update: FP8 weights are the new ones, and their scales are those of the version before."""
+    import torch
+
+    scales = {name: tensor for name, tensor in model.state_dict().items() if "weight_scale" in name}
+    with torch.no_grad():
+        for name, tensor in scales.items():
+            new = tensor.clone()
+            if fault() == "scale" and name in SCALES:
+                tensor.copy_(SCALES[name])
+            SCALES[name] = new
 
 
 def after(owner: Any, name: str, act: Callable[..., None]) -> None:
@@ -94,7 +109,11 @@ def vllm() -> None:
         if fault() == "prefix":
             request.cache_salt = None
 
-    after(Worker, "finish_weight_update", lambda worker, *_: change_weights(worker.model_runner.model))
+    def change(worker: Any, *_: Any) -> None:
+        change_weights(worker.model_runner.model)
+        keep_scales(worker.model_runner.model)
+
+    after(Worker, "finish_weight_update", change)
     before(InputProcessor, "process_inputs", sample_from_a_part)
     before(EngineCore, "preprocess_add_request", forget_salt)
     unless(Scheduler, "reset_prefix_cache", ("prefix", "kv"), True)

@@ -31,16 +31,21 @@ LORA_FLAGS = {
     "sglang": ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "all"),
 }
 
+PLANNED: dict[str, object] = {}
+"""Further fields of every `ServerCommand`: GPUs, if they are not for a CPU."""
+
 
 @contextmanager
-def server(engine: str, model: Path, fault: Path, *flags: str) -> Iterator[str]:
+def server(engine: str, model: Path, fault: Path, *flags: str, **planned: object) -> Iterator[str]:
     """The address of a server that has the fault that the file says."""
     flags = (*flags, *(ONE_PROCESS if engine == "vllm" else ()))
+    flags = (*flags, *(("--enforce-eager",) if engine == "vllm" and PLANNED else ()))
     plugin = "sglang_lora" if engine == "sglang" and "--enable-lora" in flags else ""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(plug_in(engine, folder / "planted", fault))
-        yield stack.enter_context(supervised(engine, folder, model, *flags, plugin=plugin)).urls[0]
+        planned = PLANNED | planned
+        yield stack.enter_context(supervised(engine, folder, model, *flags, plugin=plugin, **planned)).urls[0]
 
 
 def other(folder: Path, out: Path, **config: object) -> Path:
@@ -136,7 +141,17 @@ def lora(engine: str, model: Path, file: Path) -> None:
         start(engine, "base", url, save_tiny_qwen3(model.parent / "base", seed=1), lora=True)
 
 
-PARTS = {"dense": dense, "experts": experts, "config": config, "lora": lora}
+def fp8(engine: str, model: Path, file: Path) -> None:
+    wide = save_tiny_qwen3(model.parent / "wide", hidden_size=128)  # vLLM's kernels take blocks of 128
+    checked = "gpus" in PLANNED  # on a CPU the check's prompt of two tokens ends vLLM 0.32
+    with (
+        server(engine, wide, file, fp8=True) as url,
+        Harness(engine, url, wide, moves=0.05, fp8=True, checked=checked) as harness,
+    ):
+        plant(engine, harness, file, "scale")
+
+
+PARTS = {"dense": dense, "experts": experts, "config": config, "lora": lora, "fp8": fp8}
 
 
 def clean(engine: str, folder: Path, steps: int) -> None:
@@ -158,14 +173,18 @@ def clean(engine: str, folder: Path, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=sorted(COMMANDS))
-    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), help="default: all, without fp8")
+    parser.add_argument("--gpu", type=int, help="of the servers (default: a CPU)")
     parser.add_argument("--clean", type=int, default=0, help="steps of each mode without a fault")
     arguments = parser.parse_args()
+    if arguments.gpu is not None:
+        PLANNED.update(gpus=(arguments.gpu,), memory_share=0.05)
+    parts = arguments.parts or [part for part in PARTS if part != "fp8"]  # vLLM's alone, and on a CPU with AMX
     with tempfile.TemporaryDirectory() as folder:
         if arguments.clean:
             clean(arguments.engine, Path(folder), arguments.clean)
         else:
             file, model = Path(folder) / "fault", save_tiny_qwen3(Path(folder) / "dense")
             file.write_text("")
-            for part in arguments.parts:
+            for part in parts:
                 PARTS[part](arguments.engine, model, file)

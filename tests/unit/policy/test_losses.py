@@ -20,7 +20,7 @@ from torchtitan.grpo.policy.losses import (
     policy_loss,
     row_loss,
 )
-from torchtitan.grpo.policy.sums import age_sums, mismatch_sums, server_sums
+from torchtitan.grpo.policy.sums import age_sums, mismatch_sums, server_sums, surprise_sums
 
 LENGTHS = [3, 1, 6, 2]
 COUNTED = [True, True, True, True]
@@ -620,6 +620,26 @@ def test_server_sums_by_loops():
     assert all(values.dtype == torch.float64 and not values.requires_grad for values in sums.values())
     none = server_sums(trainer[:0], sampler[:0], weights[:0], ages[:0], 0, servers[:0], 2)
     assert [values.tolist() for values in none.values()] == [[0, 0]] * 4
+
+
+def test_surprise_of_tokens_that_are_drawn_and_of_those_that_are_cut():
+    """Its mean is 0 for draws from the distribution, within five standard errors, and below for draws from its top."""
+    generator = torch.Generator().manual_seed(0)
+    n, weights, ages = 20_000, torch.ones(20_000), torch.zeros(20_000, dtype=torch.int64)
+    logprobs = torch.randn(n, 50, generator=generator).mul(2).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    cut = logprobs.exp().where(logprobs >= logprobs.topk(10).values[:, -1:], 0)
+    tokens = [torch.multinomial(p, 1, generator=generator) for p in (logprobs.exp(), cut)]
+    means, errors = [], []
+    for number, token in enumerate(tokens, 1):
+        servers = torch.full((n,), number)
+        sums = surprise_sums(logprobs.gather(-1, token)[:, 0], entropy, weights, ages, 0, servers, 2)
+        count, of_entropy, surprise, squared = (values[number - 1].item() for values in sums.values())
+        assert count == n and of_entropy == pytest.approx(entropy.sum().item(), rel=1e-5)
+        assert [values[2 - number].item() for values in sums.values()] == [0] * 4
+        means.append(surprise / n)
+        errors.append((squared / n) ** 0.5 / n**0.5)
+    assert abs(means[0]) < 5 * errors[0] and means[1] < -20 * errors[1]
 
 
 def test_age_sums_of_any_split_add_up():

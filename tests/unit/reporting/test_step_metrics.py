@@ -143,11 +143,13 @@ def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
     assert "policy/kl" not in metrics
     assert policy_metrics(sums | dict.fromkeys(sums, 0.0))["policy/clip_fraction"] == 0.0
     sums |= {"server_tokens": [3.0, 0.0, 0.0, 0.0, 1.0, 1.0]}  # of two ages each
+    sums |= {"server_drawn_tokens": [3.0, 0.0, 0.0, 0.0, 1.0, 1.0], "server_surprise_sum": [-1.0, 9, 0, 9, 0.6, 9]}
     sums |= {"server_mismatch_abs_sum": [0.3, 0.0, 0.0, 0.0, 0.1, 0.0]}
     assert policy_metrics(sums, ["http://a:1", "http://b:1", "http://c:1"]) == metrics | {
         "server/a_1/mismatch": pytest.approx(0.1),
         "server/c_1/mismatch": 0.05,
         "server/mismatch_max": pytest.approx(0.1),
+        "policy/surprise": pytest.approx(-0.4 / 4),
     }
 
 

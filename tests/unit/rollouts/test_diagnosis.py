@@ -81,6 +81,8 @@ def test_equal_weights_that_compute_otherwise():
     assert named([probe(scored=noise(EVERY, 0.5))], compared=9).startswith("kernels or precision: ")
     assert named([probe(scored=noise(EVERY, 5))], compared=9).startswith("kernels, precision or config: ")
     assert named([probe(scored=noise(EVERY, 5))]).startswith("weights, as it seems: ")
+    in_fp8 = named([probe(scored=noise(EVERY, 5))], quantized=True)
+    assert in_fp8.startswith("weights, or their scales, as it seems: ")
     said = named([probe(scored=noise(EVERY, 5))], compared=9, left_out=2)
     assert said.startswith("weights, as it seems: ") and "2 tensors cannot be read back from it, and 9 others" in said
 

@@ -201,7 +201,40 @@ def test_a_server_that_samples_from_a_part_of_the_vocabulary():
     step(0.9)
     a, b = fleet.servers
     assert a.distrusted and b.in_traffic
-    assert "differ by 0.050 nat on average at http://a:8000, to one side, under [rollout] max_logprob" in a.reason
+    assert "differ by 0.050 nat on average at http://a:8000, under [rollout] max_logprob" in a.reason
+
+
+def drawn(entropy: float, surprise: float, deviation: float, tokens: int = TOKENS_MIN) -> dict[str, list[float]]:
+    """Of one server's tokens of age 0: means, and the standard deviation of the surprise."""
+    squared = surprise**2 + deviation**2
+    means = {"drawn_tokens": 1.0, "entropy_sum": entropy, "surprise_sum": surprise, "surprise_squared_sum": squared}
+    return {f"server_{name}": [mean * tokens] for name, mean in means.items()}
+
+
+@pytest.mark.parametrize(
+    "means",
+    [
+        dict(entropy=1.0, surprise=-0.19, deviation=0.1),  # under the limit, and under a quarter of the entropy
+        dict(entropy=0.1, surprise=-0.024, deviation=0.01),
+        dict(entropy=1.0, surprise=-0.4, deviation=1.0),  # six standard errors
+        dict(entropy=1.0, surprise=0.9, deviation=0.1),
+        dict(entropy=1.0, surprise=-0.9, deviation=0.1, tokens=TOKENS_MIN - 1),
+    ],
+)
+def test_tokens_that_may_be_drawn_from_the_policy(means):
+    fleet = fleet_of(A)
+    servers, by_server = sums(a=0.0)
+    SamplerCheck(config_of(), fleet).after_step(servers, by_server | drawn(**means))
+    assert fleet.servers[0].in_traffic
+
+
+@pytest.mark.parametrize("means", [dict(entropy=5.4, surprise=-0.6, deviation=0.9), dict(entropy=0.1, surprise=-0.03)])
+def test_tokens_that_are_likelier_than_the_policys(means):
+    """As with top-p on a server whose log-probabilities are of the whole vocabulary."""
+    check = SamplerCheck(config_of(), fleet_of(A))
+    servers, by_server = sums(a=0.0)
+    with pytest.raises(UserError, match="under .* sampling mask or temperature: .* -[0-9.]+ nat on average, and its"):
+        check.after_step(servers, by_server | drawn(**{"deviation": 0.01, **means}))
 
 
 def test_the_worst_servers_are_asked_why_and_more_seldom_each_time():

@@ -81,14 +81,52 @@ def server_sums(
         ages: int64, from `Microbatch.ages`, clamped to 0..max_age.
         servers: int64, from `Microbatch.servers`: 1 to num_servers, or 0 for a token that enters no sum.
     """
-    trained = weights != 0
     excess = (sampler_logprobs - trainer_logprobs).detach().double()
     bounded = excess.clamp(-BOUND, BOUND)
-    per_token = torch.stack([torch.ones_like(excess), excess.abs(), bounded.abs(), bounded]).where(trained, 0)
+    values = {
+        "server_tokens": torch.ones_like(excess),
+        "server_mismatch_abs_sum": excess.abs(),
+        "server_bounded_sum": bounded.abs(),
+        "server_excess_sum": bounded,
+    }
+    return _by_server(values, weights, ages, max_age, servers, num_servers)
+
+
+def surprise_sums(
+    logprobs: Tensor,
+    entropy: Tensor,
+    weights: Tensor,
+    ages: Tensor,
+    max_age: int,
+    servers: Tensor,
+    num_servers: int,
+) -> dict[str, Tensor]:
+    """Whether tokens are drawn from the policy: sums as those of `server_sums`, whose other arguments they share.
+
+    A token's surprise is `-logprobs - entropy`. Its mean is 0 if the token is drawn from the policy of both, whatever
+    came before. It is negative if only a part of the vocabulary could be drawn, or at a lower temperature.
+
+    Returns:
+        `server_drawn_tokens`, `server_entropy_sum`, `server_surprise_sum` and `server_surprise_squared_sum`.
+    """
+    entropy = entropy.detach().double()
+    surprise = -logprobs.detach().double() - entropy
+    values = {
+        "server_drawn_tokens": torch.ones_like(surprise),
+        "server_entropy_sum": entropy,
+        "server_surprise_sum": surprise,
+        "server_surprise_squared_sum": surprise.square(),
+    }
+    return _by_server(values, weights, ages, max_age, servers, num_servers)
+
+
+def _by_server(
+    values: dict[str, Tensor], weights: Tensor, ages: Tensor, max_age: int, servers: Tensor, num_servers: int
+) -> dict[str, Tensor]:
+    per_token = torch.stack(list(values.values())).where(weights != 0, 0)
     of_token = servers * (max_age + 1) + ages.clamp(0, max_age)
-    sums = per_token.new_zeros(4, (num_servers + 1) * (max_age + 1)).index_add(1, of_token, per_token)
-    names = ("server_tokens", "server_mismatch_abs_sum", "server_bounded_sum", "server_excess_sum")
-    return dict(zip(names, sums[:, max_age + 1 :], strict=True))
+    sums = per_token.new_zeros(len(values), (num_servers + 1) * (max_age + 1)).index_add(1, of_token, per_token)
+    return dict(zip(values, sums[:, max_age + 1 :], strict=True))
 
 
 def route_sums(agrees: Tensor, weights: Tensor) -> dict[str, Tensor]:

@@ -214,6 +214,8 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
             if (tokens := sum(sums["server_tokens"][own]))
         }
         metrics |= mismatch | ({"server/mismatch_max": max(mismatch.values())} if mismatch else {})
+        if drawn := sum(sums.get("server_drawn_tokens", [])[::ages]):
+            metrics["policy/surprise"] = sum(sums["server_surprise_sum"][::ages]) / drawn
     return metrics | _expert_metrics(sums) | (_age_metrics(sums) if "age_tokens" in sums else {})
 
 

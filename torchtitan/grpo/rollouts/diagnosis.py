@@ -48,6 +48,7 @@ class Evidence:
         differing: Names of those that are others.
         left_out: How many tensors it cannot read back.
         experts: The model is a mixture of experts.
+        quantized: It quantizes each version itself.
         in_flight: Answers run across updates of weights.
         tokens: What its tokenizer reads otherwise, if it does.
         failed: Why it did not answer.
@@ -59,6 +60,7 @@ class Evidence:
     differing: list[str] = field(default_factory=list)
     left_out: int = 0
     experts: bool = False
+    quantized: bool = False
     in_flight: bool = False
     tokens: str = ""
     failed: str = ""
@@ -136,7 +138,8 @@ def _of_computing(evidence: Evidence, scored: list[np.ndarray]) -> str:
         return f"router: {apart}, and most tokens agree: experts are chosen otherwise"
     if evidence.left_out or not evidence.compared:
         equal = f", and {evidence.compared} others are the trainer's" if evidence.compared else ""
-        return f"weights, as it seems: {apart}; {evidence.left_out} tensors cannot be read back from it{equal}"
+        scales = ", or their scales" if evidence.quantized else ""
+        return f"weights{scales}, as it seems: {apart}; {evidence.left_out} tensors cannot be read back from it{equal}"
     kind = "kernels or precision" if difference < _FAR else "kernels, precision or config"
     return f"{kind}: {apart}, at all positions, and all {evidence.compared} tensors are the trainer's"
 

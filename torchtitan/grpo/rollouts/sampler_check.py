@@ -21,6 +21,10 @@ TOKENS_MIN = 256
 ONE_SIDED = 0.8
 """Share of the difference that has one sign if a server samples from a part of the vocabulary. Rounding has either."""
 
+NARROWED, CERTAIN = 0.25, 8.0
+"""A server does not draw from the policy if its tokens are likelier than such draws: by this share of the entropy or
+the limit, whichever is less, and by so many standard errors. Rounding, and groups that are dropped, stay far below."""
+
 EXPLAINED = 2
 """At most so many servers of a step are asked why they differ."""
 
@@ -49,7 +53,8 @@ class SamplerCheck:
     server.
 
     A server is over the limit too if it finds its tokens of age 0 likelier throughout, by a twentieth of the limit: it
-    samples from a part of the vocabulary.
+    samples from a part of the vocabulary. One that reports log-probabilities of the whole vocabulary then does not.
+    So its tokens' log-probabilities are compared with the policy's entropy, too (NARROWED).
 
     Every rank makes the same calls. `servers` are those of the batch, see the method of this name.
 
@@ -129,13 +134,17 @@ class SamplerCheck:
             key: total / tokens
             for key, (tokens, total, moved) in enough.items()
             if total / tokens > self._limit + 2 * moved / tokens
-        } | {key: total / tokens for key, (tokens, total) in step.items() if key in self._one_sided(servers, sums)}
+        }
+        one_sided, narrowed = self._one_sided(servers, sums), _narrowed(servers, sums, self._limit)
+        one_sided |= {(server, 0) for server in narrowed}
+        over |= {key: total / tokens for key, (tokens, total) in step.items() if key in one_sided}
         beyond = {server for (server, age), mean in over.items() if age and mean > self._limit + 2 * age * MOST_MOVED}
         proven = bool(beyond & self._beyond) or any(age == 0 for _, age in over)
         self._beyond = self._beyond - {server for server, age in enough if age} | beyond
         if over:
             worst = {server: max(over[key] for key in over if key[0] == server) for server, _ in over}
-            causes = self._causes(worst)
+            causes = {server: why for server, why in narrowed.items() if worst.get(server, math.inf) <= self._limit}
+            causes |= self._causes({server: mean for server, mean in worst.items() if server not in causes})
             if self._fleet is not None:
                 self._withdraw(worst, causes, self._fleet, proven)
         self._left |= {server: self._max_age + 1 for server, _ in over}
@@ -181,7 +190,7 @@ class SamplerCheck:
         advice = (
             "check that the server serves this model, runs with --logprobs-mode processed_logprobs and no quantisation"
         )
-        how = "over" if any(not mean <= self._limit for mean in means.values()) else "to one side, under"
+        how = "over" if any(not mean <= self._limit for mean in means.values()) else "under"
         return UserError(
             f"sampler and trainer log-probabilities of the same tokens differ by "
             f"{', '.join(f'{mean:.3f} nat on average at {server}' for server, mean in means.items())}, {how} [rollout] "
@@ -195,6 +204,25 @@ def _by_server(servers: Sequence[str], sums: Mapping[str, Any], name: str = "ser
     ages = range(len(sums["server_tokens"]) // len(servers))
     keys = [(server, age) for server in servers for age in ages]
     return dict(zip(keys, zip(sums["server_tokens"], sums[name], strict=True), strict=True))
+
+
+def _narrowed(servers: Sequence[str], sums: Mapping[str, Any], limit: float) -> dict[str, str]:
+    """Servers that do not draw from the policy, with the cause in words. See NARROWED."""
+    if not sums.get("server_drawn_tokens"):
+        return {}
+    ages, found = len(sums["server_drawn_tokens"]) // len(servers), {}
+    for number, server in enumerate(servers):
+        tokens, entropy, surprise, squared = (
+            sums[f"server_{name}"][number * ages]
+            for name in ("drawn_tokens", "entropy_sum", "surprise_sum", "surprise_squared_sum")
+        )
+        least = max(min(NARROWED * entropy, limit * tokens), CERTAIN * math.sqrt(squared))
+        if tokens >= TOKENS_MIN and -surprise > least:
+            found[server] = (
+                f"sampling mask or temperature: draws from the policy have a log-probability of "
+                f"{-entropy / tokens:.3f} nat on average, and its tokens {-(entropy + surprise) / tokens:.3f}"
+            )
+    return found
 
 
 def _moved(key: tuple[str, int], step: Sums) -> float:

@@ -49,6 +49,7 @@ class Explanation:
         config = trainer.config
         evidence = Evidence(config.rollout.max_logprob_mismatch, probes, tokens=tokens, failed=failed)
         evidence.experts = getattr(trainer.source.model_args, "moe_enabled", False)
+        evidence.quantized = config.rollout.quantization != "none"
         evidence.in_flight = config.async_grpo.enabled and config.async_grpo.in_flight_weight_updates
         if trainer.broadcast.json(not probes or evidence.computes_otherwise):
             self._compare_weights(url, evidence)
