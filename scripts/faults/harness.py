@@ -84,7 +84,8 @@ class Harness:
         config.lora.enable = lora
         config.rollout.quantization = "fp8" if fp8 else "none"
         self.config = config
-        settings = SyncConfig(timeout_seconds=60.0, async_weight_update=in_flight, transport="gloo")
+        transport = "disk" if engine == "sglang" and lora else "gloo"
+        settings = SyncConfig(timeout_seconds=60.0, async_weight_update=in_flight, transport=transport)
         self.sync = WeightSync(published_weights(self.model, self.source, torch.float32), settings, self.fleet, CPU)
         self.layout = Layout(1 << 14, 1, 1, float("inf"), True)
         trainer: Any = SimpleNamespace(

@@ -139,6 +139,8 @@ def sglang() -> None:
     def ask_otherwise(_: Any, request: Any, *__: Any) -> None:
         if fault() == "prefix":
             request.extra_key = None
+        if fault() == "adapter":
+            request.lora_path = None
         if fault() == "top_p":
             for params in request.sampling_params or []:
                 params["top_p"] = TOP_P

@@ -26,11 +26,7 @@ from torchtitan.grpo.process.server_commands import COMMANDS
 from torchtitan.grpo.weight_sync.link import GroupLink, WeightSyncError
 from torchtitan.grpo.weight_sync.sglang_link import SglangLink
 
-LORA_FLAGS = {
-    "vllm": ("--enable-lora", "--max-lora-rank", "8", "--max-num-seqs", "16"),
-    "sglang": ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "all"),
-}
-
+LORA: dict[str, object] = {"lora_rank": 4, "lora_versions": 3}
 PLANNED: dict[str, object] = {}
 """Further fields of every `ServerCommand`: GPUs, if they are not for a CPU."""
 
@@ -40,7 +36,7 @@ def server(engine: str, model: Path, fault: Path, *flags: str, **planned: object
     """The address of a server that has the fault that the file says."""
     flags = (*flags, *(ONE_PROCESS if engine == "vllm" else ()))
     flags = (*flags, *(("--enforce-eager",) if engine == "vllm" and PLANNED else ()))
-    plugin = "sglang_lora" if engine == "sglang" and "--enable-lora" in flags else ""
+    plugin = "sglang_lora" if engine == "sglang" and "lora_rank" in planned else ""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(plug_in(engine, folder / "planted", fault))
@@ -135,7 +131,7 @@ def config(engine: str, model: Path, file: Path) -> None:
 
 
 def lora(engine: str, model: Path, file: Path) -> None:
-    with server(engine, model, file, *LORA_FLAGS.get(engine, ())) as url:
+    with server(engine, model, file, **LORA) as url:
         with Harness(engine, url, model, lora=True) as harness:
             plant(engine, harness, file, "adapter")
         start(engine, "base", url, save_tiny_qwen3(model.parent / "base", seed=1), lora=True)
@@ -159,8 +155,8 @@ def clean(engine: str, folder: Path, steps: int) -> None:
     file.write_text("")
     modes = {"sync": {}, "in flight": {"in_flight": True}, "lora": {"lora": True}}
     for mode, options in modes.items():
-        flags = LORA_FLAGS.get(engine, ()) if mode == "lora" else ()
-        with server(engine, dense, file, *flags) as url, Harness(engine, url, dense, **options) as harness:
+        planned = LORA if mode == "lora" else {}
+        with server(engine, dense, file, **planned) as url, Harness(engine, url, dense, **options) as harness:
             accused, began = 0, time.monotonic()
             for _ in range(steps):
                 if not harness.in_flight:

@@ -233,7 +233,7 @@ def test_tokens_that_are_likelier_than_the_policys(means):
     """As with top-p on a server whose log-probabilities are of the whole vocabulary."""
     check = SamplerCheck(config_of(), fleet_of(A))
     servers, by_server = sums(a=0.0)
-    with pytest.raises(UserError, match="under .* sampling mask or temperature: .* -[0-9.]+ nat on average, and its"):
+    with pytest.raises(UserError, match=r"under .* sampling mask or temperature: .* -[0-9.]+ nat on average, and its"):
         check.after_step(servers, by_server | drawn(**{"deviation": 0.01, **means}))
 
 

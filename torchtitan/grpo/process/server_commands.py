@@ -311,7 +311,8 @@ class VllmCommand(ServerCommand):
             flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(slot)]
         if self.routes:  # other kernels of vLLM 0.25 choose experts without telling
             flags += ["--enable-return-routed-experts", "--moe-backend", "triton"]
-        flags += ["--quantization", "fp8_per_block"] if self.fp8 else []
+        if self.fp8:  # per channel any width will do, and on GPUs no kernel is compiled for it
+            flags += ["--quantization", "fp8_per_block" if self.gpus == () else "fp8_per_channel"]
         if self.top_tokens > VLLM_TOP_TOKENS:
             flags += ["--max-logprobs", str(self.top_tokens)]
         max_model_len = self.max_model_len
