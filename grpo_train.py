@@ -239,7 +239,8 @@ class Trainer(Run):
         own |= self.policy.finite_steps.metrics() | highest_peaks(summed)
         with self.ending.later():
             self.policy.finite_steps.check()
-            self.rollouts.check.after_step(servers, summed)
+            has_rewards = all(reward is not None for group in batch.rewards for reward in group)
+            self.rollouts.check.after_step(servers, summed, has_rewards)
         return policy_metrics(summed, servers) | own
 
     def publish(self, wait: bool = False) -> None:

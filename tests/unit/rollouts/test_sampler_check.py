@@ -233,8 +233,21 @@ def test_tokens_that_are_likelier_than_the_policys(means):
     """As with top-p on a server whose log-probabilities are of the whole vocabulary."""
     check = SamplerCheck(config_of(), fleet_of(A))
     servers, by_server = sums(a=0.0)
+    by_server |= drawn(**{"deviation": 0.01, **means})
+    check.after_step(servers, by_server, has_rewards=False)  # answers that are left out may be the unlikely ones
     with pytest.raises(UserError, match=r"under .* sampling mask or temperature: .* -[0-9.]+ nat on average, and its"):
-        check.after_step(servers, by_server | drawn(**{"deviation": 0.01, **means}))
+        check.after_step(servers, by_server)
+
+
+@pytest.mark.parametrize("change", [{"overlong_filter": True}, {"oversampling": 0.5}, {"environment": "own:rollout"}])
+def test_answers_that_are_selected_say_nothing_of_the_draws(change):
+    config = config_of()
+    section = config.rollout if "environment" in change else config.grpo
+    changed = replace(section, **change)
+    config.grpo, config.rollout = (changed, config.rollout) if section is config.grpo else (config.grpo, changed)
+    servers, by_server = sums(a=0.0)
+    for check in (SamplerCheck(config, fleet_of(A)), SamplerCheck(config_of(max_age=1), fleet_of(A))):
+        check.after_step(servers, by_server | drawn(entropy=1.0, surprise=-0.9, deviation=0.1))
 
 
 def test_the_worst_servers_are_asked_why_and_more_seldom_each_time():

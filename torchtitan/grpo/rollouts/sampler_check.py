@@ -23,7 +23,8 @@ ONE_SIDED = 0.8
 
 NARROWED, CERTAIN = 0.25, 8.0
 """A server does not draw from the policy if its tokens are likelier than such draws: by this share of the entropy or
-the limit, whichever is less, and by so many standard errors. Rounding, and groups that are dropped, stay far below."""
+the limit, whichever is less, and by so many standard errors. Groups of equal rewards may be left out: that makes the
+rarer outcome more frequent, and tokens less likely."""
 
 EXPLAINED = 2
 """At most so many servers of a step are asked why they differ."""
@@ -54,7 +55,8 @@ class SamplerCheck:
 
     A server is over the limit too if it finds its tokens of age 0 likelier throughout, by a twentieth of the limit: it
     samples from a part of the vocabulary. One that reports log-probabilities of the whole vocabulary then does not.
-    So its tokens' log-probabilities are compared with the policy's entropy, too (NARROWED).
+    So its tokens' log-probabilities are compared with the policy's entropy, too (NARROWED), where no answer is left out
+    for what it is: in synchronous runs without environment, filter and oversampling, if every answer has a reward.
 
     Every rank makes the same calls. `servers` are those of the batch, see the method of this name.
 
@@ -74,6 +76,9 @@ class SamplerCheck:
         self._max_age = ahead.max_age
         # An answer that goes on with old keys and values is of no single version.
         self._mixes = ahead.enabled and ahead.in_flight_weight_updates and not ahead.recomputes_kv
+        grpo, rollout = config.grpo, config.rollout
+        selects = ahead.enabled or grpo.overlong_filter or grpo.oversampling
+        self._sees_all_draws = not (selects or rollout.environment or rollout.serve_port)
         self._fleet = fleet
         self._waiting: _Waiting = {}
         self._left: dict[str, int] = {}  # server -> steps that may still train on answers from before it left
@@ -113,8 +118,11 @@ class SamplerCheck:
         if means and all(not mean <= self._limit for mean in means.values()):
             raise self._error(means, self._causes(means))
 
-    def after_step(self, servers: Sequence[str], sums: Mapping[str, Any]) -> None:
+    def after_step(self, servers: Sequence[str], sums: Mapping[str, Any], has_rewards: bool = True) -> None:
         """Judge each server by its tokens since it was last judged.
+
+        Args:
+            has_rewards: Every answer has one.
 
         Raises:
             UserError: Too few servers would be left. Rank 0 alone knows.
@@ -135,7 +143,8 @@ class SamplerCheck:
             for key, (tokens, total, moved) in enough.items()
             if total / tokens > self._limit + 2 * moved / tokens
         }
-        one_sided, narrowed = self._one_sided(servers, sums), _narrowed(servers, sums, self._limit)
+        narrowed = _narrowed(servers, sums, self._limit) if self._sees_all_draws and has_rewards else {}
+        one_sided = self._one_sided(servers, sums)
         one_sided |= {(server, 0) for server in narrowed}
         over |= {key: total / tokens for key, (tokens, total) in step.items() if key in one_sided}
         beyond = {server for (server, age), mean in over.items() if age and mean > self._limit + 2 * age * MOST_MOVED}
