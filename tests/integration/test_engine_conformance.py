@@ -494,7 +494,9 @@ def test_a_server_that_samples_from_another_policy_is_asked_why(served: Served, 
         causes["tensor"] = f"{said_by_check}weights, as it seems: .* 27 tensors cannot be read back"  # on a CPU
     else:
         causes["tensor"] = f"never in traffic: .* phase verify, .* 1 of .* not those sent, such as {NORM}"
-        causes["top_p"] = "under .*: sampling mask or temperature: "  # its log-probabilities are of all tokens
+        causes["top_p"] = (
+            "not draws from the policy: .*: sampling mask or temperature: "  # its log-probabilities are of all tokens
+        )
     with Harness(served.engine, served.url, served.folders["A"], moves=0.02) as harness:
         for fault, cause in causes.items():
             said = harness.step_with(fault, planted)

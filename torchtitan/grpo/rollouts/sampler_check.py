@@ -199,11 +199,13 @@ class SamplerCheck:
         advice = (
             "check that the server serves this model, runs with --logprobs-mode processed_logprobs and no quantisation"
         )
-        how = "over" if any(not mean <= self._limit for mean in means.values()) else "under"
+        where = " (docs/by_symptom.md#the-mismatch-grows)"
+        if all(mean <= self._limit for mean in means.values()):
+            return UserError(f"answers of {', '.join(means)} are not draws from the policy: {known or advice}{where}")
         return UserError(
             f"sampler and trainer log-probabilities of the same tokens differ by "
-            f"{', '.join(f'{mean:.3f} nat on average at {server}' for server, mean in means.items())}, {how} [rollout] "
-            f"max_logprob_mismatch = {self._limit}: {known or advice} (docs/by_symptom.md#the-mismatch-grows)"
+            f"{', '.join(f'{mean:.3f} nat on average at {server}' for server, mean in means.items())}, over [rollout] "
+            f"max_logprob_mismatch = {self._limit}: {known or advice}{where}"
         )
 
 
