@@ -21,6 +21,7 @@ import rollouts as bench  # noqa: E402
 from async_bench import generation, long_tail, measured, modes, processes  # noqa: E402
 from async_bench.model import make_model  # noqa: E402
 from bench_common.arguments import as_flags  # noqa: E402
+from bench_common.output import Output  # noqa: E402
 from process_group import ProcessGroup  # noqa: E402
 
 from torchtitan.grpo.config.load import load_config  # noqa: E402
@@ -210,6 +211,14 @@ def test_generation_rate_ends_when_a_server_is_gone(engine):
     asks = [generation.Ask([1, 2], 4, (0,))]
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         asyncio.run(generation.generation_rate(engine, ["http://127.0.0.1:9"], asks, 4, 5.0, 5.0, 5.0))
+
+
+def test_generation_alone_is_a_table_of_its_own(tmp_path, capsys):
+    args = bench.parse_arguments(["modes", "--out", str(tmp_path), "--urls", "http://a", "--modes"])
+    assert args.modes == []
+    (tmp_path / "bound.jsonl").write_text(json.dumps({"sequences": 4, "tokens_per_s": 123.0}) + "\n")
+    modes.report(tmp_path, args, Output(True, None))
+    assert "| 4 | 123 |" in capsys.readouterr().out
 
 
 def test_a_mode_end_to_end_on_a_cpu(tmp_path):
