@@ -38,7 +38,7 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 CPU = torch.device("cpu")
 PROMPTS = [[5 + (i * (7 + 2 * n)) % 400 for i in range(300)] for n in range(4)]
 """Longer than two blocks of vLLM's cache (128 tokens on a CPU)."""
-SAMPLING = SamplingParams(n=4, temperature=1.0, max_tokens=32, ignore_eos=True)
+SAMPLING = SamplingParams(n=8, temperature=1.0, max_tokens=32, ignore_eos=True)
 LORA = SimpleNamespace(enable=True, rank=4, alpha=6.0, target_modules=["all-linear"])
 
 

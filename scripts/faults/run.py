@@ -173,6 +173,8 @@ def main() -> None:
     parser.add_argument("--gpu", type=int, help="of the servers (default: a CPU)")
     parser.add_argument("--clean", type=int, default=0, help="steps of each mode without a fault")
     arguments = parser.parse_args()
+    if "fp8" in (arguments.parts or ()) and not COMMANDS[arguments.engine].quantizes:
+        parser.error(f"--parts fp8: {arguments.engine} does not quantize what it gets")
     if arguments.gpu is not None:
         PLANNED.update(gpus=(arguments.gpu,), memory_share=0.05)
     parts = arguments.parts or [part for part in PARTS if part != "fp8"]  # vLLM's alone, and on a CPU with AMX

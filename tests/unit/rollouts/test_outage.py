@@ -110,6 +110,30 @@ def test_a_passed_outage_counts_for_nothing_nor_does_what_was_under_way_in_it() 
     assert run.outage.take() == []
 
 
+def test_groups_of_a_short_outage_may_fail_after_it() -> None:
+    run = Run()
+    run.works()
+    assert [run.fails() for _ in range(B)] == [0.0] * B, "not yet more than half of a step's"
+    run.works()
+    assert run.fails(under_way=2) == 0.0, "requested before one worked again: it was an outage, which is over"
+    assert run.outage.take() == [] and not run.outage.is_on
+    assert [run.fails(under_way=2) for _ in range(2 * B)] == [0.0] * 2 * B and run.outage.take() == []
+    assert [run.fails() for _ in range(B)] == [0.0] * B, "another one may begin"
+    assert run.fails() > 0 and run.outage.is_on
+
+
+def test_groups_that_fail_late_end_the_run_if_no_outage_was_among_them() -> None:
+    run = Run()
+    run.works()
+    for _ in range(2):
+        run.fails()
+        run.works()
+    run.fails(under_way=1)
+    run.fails(under_way=1)
+    with pytest.raises(UserError, match="5 of 5 answers have no reward"):
+        run.fails()
+
+
 def test_before_anything_has_worked_a_steps_groups_end_the_run_at_once() -> None:
     run = Run()
     assert [run.fails() for _ in range(B)] == [0.0] * B

@@ -4,12 +4,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.sums import surprise_sums
 from torchtitan.grpo.rollouts.sampler_check import ONE_SIDED, TOKENS_MIN, SamplerCheck
 
 A, B, C = "http://a:8000", "http://b:8000", "http://c:8000"
@@ -214,7 +216,7 @@ def test_a_server_that_samples_from_a_part_of_the_vocabulary():
     assert "answers of http://a:8000 are not draws from the policy: check that" in a.reason
 
 
-def drawn(entropy: float, surprise: float, deviation: float, tokens: int = TOKENS_MIN) -> dict[str, list[float]]:
+def drawn(entropy: float, surprise: float, deviation: float, tokens: int = 20_000) -> dict[str, list[float]]:
     """Of one server's tokens of age 0: means, and the standard deviation of the surprise."""
     squared = surprise**2 + deviation**2
     means = {"drawn_tokens": 1.0, "entropy_sum": entropy, "surprise_sum": surprise, "surprise_squared_sum": squared}
@@ -226,9 +228,9 @@ def drawn(entropy: float, surprise: float, deviation: float, tokens: int = TOKEN
     [
         dict(entropy=1.0, surprise=-0.19, deviation=0.1),  # under the limit, and under a quarter of the entropy
         dict(entropy=0.1, surprise=-0.024, deviation=0.01),
-        dict(entropy=1.0, surprise=-0.4, deviation=1.0),  # six standard errors
+        dict(entropy=1.0, surprise=-0.4, deviation=8.0),  # seven standard errors
         dict(entropy=1.0, surprise=0.9, deviation=0.1),
-        dict(entropy=1.0, surprise=-0.9, deviation=0.1, tokens=TOKENS_MIN - 1),
+        dict(entropy=0.002, surprise=-0.002, deviation=0.0001),  # 40 nat in all: no rare token was drawn
     ],
 )
 def test_tokens_that_may_be_drawn_from_the_policy(means):
@@ -241,7 +243,8 @@ def test_tokens_that_may_be_drawn_from_the_policy(means):
 @pytest.mark.parametrize("means", [dict(entropy=5.4, surprise=-0.6, deviation=0.9), dict(entropy=0.1, surprise=-0.03)])
 def test_tokens_that_are_likelier_than_the_policys(means):
     """As with top-p on a server whose log-probabilities are of the whole vocabulary."""
-    check = SamplerCheck(config_of(), fleet_of(A))
+    config = config_of()
+    check = SamplerCheck(config, fleet_of(A))
     servers, by_server = sums(a=0.0)
     by_server |= drawn(**{"deviation": 0.01, **means})
     check.after_step(servers, by_server, has_rewards=False)  # answers that are left out may be the unlikely ones
@@ -249,9 +252,30 @@ def test_tokens_that_are_likelier_than_the_policys(means):
         UserError, match=rf"of {A} are not draws .*: {A}: sampling mask or temperature: .* -[0-9.]+ nat"
     ):
         check.after_step(servers, by_server)
+    config.rollout = replace(config.rollout, max_logprob_mismatch=2.0)
+    SamplerCheck(config, fleet_of(A)).after_step(servers, by_server | drawn(entropy=1.0, surprise=-0.99, deviation=0.0))
 
 
-@pytest.mark.parametrize("change", [{"overlong_filter": True}, {"oversampling": 0.5}, {"environment": "own:rollout"}])
+def test_draws_from_an_almost_certain_policy_are_never_accused():
+    """Its rare tokens are missing in many a step, and then every token is likelier than on average."""
+    generator = torch.Generator().manual_seed(0)
+    check = SamplerCheck(config_of(), fleet_of(A))
+    for certain in (1e-4, 1e-3, 1e-2):
+        odds = torch.cat([torch.tensor([1 - certain]), certain / torch.arange(1, 1000) / 7.48]).double()
+        logprobs = (odds / odds.sum()).log()
+        entropy = -(logprobs.exp() * logprobs).sum()
+        for n in (300, 3000, 30_000):
+            for _ in range(30):
+                tokens = torch.multinomial(odds, n, replacement=True, generator=generator)
+                ones, zeros = torch.ones(n), torch.zeros(n, dtype=torch.int64)
+                own = surprise_sums(logprobs[tokens], entropy.expand(n), ones, zeros, 0, zeros + 1, 1)
+                servers, by_server = sums(a=0.0)
+                check.after_step(servers, by_server | {name: value.tolist() for name, value in own.items()})
+
+
+@pytest.mark.parametrize(
+    "change", [{"overlong_filter": True}, {"zero_variance_groups": "drop"}, {"environment": "own:rollout"}]
+)
 def test_answers_that_are_selected_say_nothing_of_the_draws(change):
     config = config_of()
     section = config.rollout if "environment" in change else config.grpo

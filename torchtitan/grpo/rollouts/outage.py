@@ -22,6 +22,7 @@ class Outage:
     - Another group replaces it at once, up to `max_failed_fraction` of a step.
     - More end the run, unless they failed in a row, and groups had rewards before. In a row: of those requested since
       the first one, none had a reward. That is an outage, as of a tool server that starts again.
+      A group that was requested before the row ended, and fails later, is one of it.
     - In an outage others are requested after a wait, of as long as it has lasted, 1 to 60 s. A group that was requested
       in it and has a reward ends it. What failed in groups under way until then does not count.
     - The run ends if an outage lasts over `longest_s`. One that begins before groups have worked for as long as they
@@ -44,6 +45,8 @@ class Outage:
         self._row: list[Group] = []  # ended last, without one that worked; the newest ones
         self._since = self._ended = 0.0  # the outage, or the last one
         self._first_after = 0  # groups from this number on were requested after the row began
+        self._last_row: list[Group] = []  # the row that ended last, if it was no outage
+        self._last_until = 0  # groups below this number were requested before it ended
         self._excused = 0  # groups below this number were under way in an outage
         self._worked_in_step = False
 
@@ -58,6 +61,8 @@ class Outage:
         """
         if not self.is_on and number < self._excused:
             return 0.0
+        if not self.is_on and number < self._last_until:
+            return self._failed_late(group)
         if not self._row:
             self._first_after = next_number
             lasted = self._ended - self._since
@@ -93,7 +98,21 @@ class Outage:
         if self.is_on:
             logger.info("Groups have rewards again, after %.3g s", now - self._since)
             self.is_on, self._ended, self._excused = False, now, next_number
+        else:
+            self._last_row, self._last_until = list(self._row), next_number
         self._row.clear()
+
+    def _failed_late(self, group: Group) -> float:
+        """A group of the last row has failed, which another one has ended meanwhile."""
+        self._counted.append(group)
+        self._last_row.append(group)
+        if self._is_over(len(self._counted)):
+            if len(self._last_row) < min(ROW_MIN, self._per_step):
+                check_failures(self._counted, self._limit)
+            late = set(map(id, self._last_row))  # it was an outage, and is over
+            self._counted = [counted for counted in self._counted if id(counted) not in late]
+            self._excused = max(self._excused, self._last_until)
+        return 0.0
 
     def counted(self, number: int, group: Group) -> Group:
         """The answers of a group with rewards that count: not the failed ones, if it was under way in an outage."""

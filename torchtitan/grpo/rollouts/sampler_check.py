@@ -21,13 +21,13 @@ TOKENS_MIN = 256
 ONE_SIDED = 0.8
 """Share of the difference that has one sign if a server samples from a part of the vocabulary. Rounding has either."""
 
-NARROWED, CERTAIN = 0.25, 8.0
-"""A server does not draw from the policy if its tokens are likelier than such draws: by this share of the entropy or
-the limit, whichever is less, and by so many standard errors. Groups of equal rewards may be left out: that makes the
-rarer outcome more frequent, and tokens less likely."""
+NARROWED, CERTAIN, LEAST = 1.25, 8.0, 300.0
+"""A server does not draw from the policy if a step's tokens are likelier than such draws: by the limit, or NARROWED
+times the limit as a share of the entropy, whichever is less; by CERTAIN standard errors; and by LEAST nat in all. Draws
+from an almost certain policy may well hold none of its rare tokens, and so have no deviation."""
 
 ROUNDED = 0.1
-"""Nats between an FP8 sampler and the policy from which on a warning says so: at 0.15, SmolLM2 learned far less."""
+"""Nats between an FP8 sampler and the policy from which on a warning says so. SmolLM2 began with 0.18."""
 
 EXPLAINED = 2
 """At most so many servers of a step are asked why they differ."""
@@ -59,7 +59,8 @@ class SamplerCheck:
     A server is over the limit too if it finds its tokens of age 0 likelier throughout, by a twentieth of the limit: it
     samples from a part of the vocabulary. One that reports log-probabilities of the whole vocabulary then does not.
     So its tokens' log-probabilities are compared with the policy's entropy, too (NARROWED), where no answer is left out
-    for what it is: in synchronous runs without environment, filter and oversampling, if every answer has a reward.
+    for what it is: in synchronous runs without environment, port, filter and oversampling, which keep groups of equal
+    rewards and have a reward for every answer.
 
     Every rank makes the same calls. `servers` are those of the batch, see the method of this name.
 
@@ -81,7 +82,7 @@ class SamplerCheck:
         # An answer that goes on with old keys and values is of no single version.
         self._mixes = ahead.enabled and ahead.in_flight_weight_updates and not ahead.recomputes_kv
         grpo, rollout = config.grpo, config.rollout
-        selects = ahead.enabled or grpo.overlong_filter or grpo.oversampling
+        selects = ahead.enabled or grpo.overlong_filter or grpo.oversampling or grpo.zero_variance_groups != "keep"
         self._sees_all_draws = not (selects or rollout.environment or rollout.serve_port)
         self._fleet = fleet
         self._waiting: _Waiting = {}
@@ -236,8 +237,7 @@ def _narrowed(servers: Sequence[str], sums: Mapping[str, Any], limit: float) -> 
             sums[f"server_{name}"][number * ages]
             for name in ("drawn_tokens", "entropy_sum", "surprise_sum", "surprise_squared_sum")
         )
-        least = max(min(NARROWED * entropy, limit * tokens), CERTAIN * math.sqrt(squared))
-        if tokens >= TOKENS_MIN and -surprise > least:
+        if -surprise > max(limit * min(NARROWED * entropy, tokens), CERTAIN * math.sqrt(squared), LEAST):
             found[server] = (
                 f"sampling mask or temperature: draws from the policy have a log-probability of "
                 f"{-entropy / tokens:.3f} nat on average, and its tokens {-(entropy + surprise) / tokens:.3f}"
