@@ -54,9 +54,10 @@ def keep_scales(model: Any) -> None:
     """After an update: FP8 weights are the new ones, and their scales are those of the version before."""
     import torch
 
-    scales = {name: tensor for name, tensor in model.state_dict().items() if "weight_scale" in name}
     with torch.no_grad():
-        for name, tensor in scales.items():
+        for name, tensor in model.state_dict().items():
+            if "weight_scale" not in name:
+                continue
             new = tensor.clone()
             if fault() == "scale" and name in SCALES:
                 tensor.copy_(SCALES[name])

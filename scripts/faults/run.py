@@ -34,8 +34,8 @@ PLANNED: dict[str, object] = {}
 @contextmanager
 def server(engine: str, model: Path, fault: Path, *flags: str, **planned: object) -> Iterator[str]:
     """The address of a server that has the fault that the file says."""
-    flags = (*flags, *(ONE_PROCESS if engine == "vllm" else ()))
-    flags = (*flags, *(("--enforce-eager",) if engine == "vllm" and PLANNED else ()))
+    if engine == "vllm":
+        flags = (*flags, *ONE_PROCESS, *(["--enforce-eager"] if PLANNED else []))
     plugin = "sglang_lora" if engine == "sglang" and "lora_rank" in planned else ""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -21,8 +21,8 @@ class Outage:
 
     - Another group replaces it at once, up to `max_failed_fraction` of a step.
     - More end the run, unless they failed in a row, and groups had rewards before. In a row: of those requested since
-      the first one, none had a reward. That is an outage, as of a tool server that starts again.
-      A group that was requested before the row ended, and fails later, is one of it.
+      the first one, none had a reward. That is an outage, as of a tool server that starts again. A group that was
+      requested before the row ended, and fails later, is one of it.
     - In an outage others are requested after a wait, of as long as it has lasted, 1 to 60 s. A group that was requested
       in it and has a reward ends it. What failed in groups under way until then does not count.
     - The run ends if an outage lasts over `longest_s`. One that begins before groups have worked for as long as they
