@@ -12,6 +12,7 @@ from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.environments.calculator import MAX_CALLS, calculate, call_ends, rollout
+from torchtitan.grpo.process.random_numbers import prompt_seed
 from torchtitan.grpo.rollouts.environment import RolloutClient, checked
 
 END = 2  # <eos>
@@ -132,6 +133,27 @@ def test_calls_are_limited_and_the_last_turn_is_not_stopped_at_one(tokenizer):
     [sample], asked = converse(tokenizer, ["<1*1>"], then)
     assert parts(tokenizer, sample)[0] == "<1*1>1\n<2*1>2\n<3*1>3\n<4*1>5<eos>"
     assert len(asked) == 1 + MAX_CALLS
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_seeds_do_not_depend_on_which_conversation_is_answered_first(tokenizer, order):
+    """As a run, its repetition and its evaluation are compared answer by answer."""
+    first, seeds = ["<1*1>", "<2*2>", "<3*3>"], {}
+
+    async def ask(token_ids, params, name, session):
+        if not session:
+            return [Completion(tokenizer(call)["input_ids"], [-1.0] * 5, "stop", [0] * 5) for call in first]
+        seeds.setdefault(session, []).append(params.seed)
+        for _ in range(order[int(session)]):  # each round of the loop lets the others go on
+            await asyncio.sleep(0)
+        return [Completion(tokenizer(first[int(session)])["input_ids"], [-1.0] * 5, "stop", [0] * 5)]
+
+    prompt = Prompt(0, tokenizer(QUESTION)["input_ids"], QUESTION, "408")
+    client = RolloutClient(tokenizer, SamplingParams(3, 1.0, 40, (END,), 7), prompt, ask)
+    asyncio.run(rollout(client, prompt))
+    assert seeds == {
+        f"{number}": [prompt_seed(7, f"turns/{number}", 0, turn) for turn in range(MAX_CALLS)] for number in range(3)
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Where Python's and NumPy's generators are, there and back."""
+"""Seeds of requests; where Python's and NumPy's generators are, there and back."""
 
 import random
 
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.process.random_numbers import python_state, seed_python, set_python_state
+from torchtitan.grpo.process.random_numbers import prompt_seed, python_state, seed_python, set_python_state
 
 
 def draws() -> list[float]:
@@ -26,3 +26,11 @@ def test_the_generators_go_on_where_they_were():
         assert draws() == first
     finally:
         set_python_state(before)
+
+
+def test_seeds_of_requests() -> None:
+    seeds = {prompt_seed(1, tag, index, n) for tag in ("a", "b") for index in range(50) for n in range(2)}
+    assert len(seeds) == 200
+    assert all(0 <= seed < 1 << 56 for seed in seeds)
+    assert prompt_seed(1, "a", 2, 0) == prompt_seed(1, "a", 2, 0) != prompt_seed(2, "a", 2, 0)
+    assert prompt_seed(None, "a", 2, 0) is None

@@ -29,7 +29,7 @@ from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.environments.load import load_environment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
-from torchtitan.grpo.rollouts.collector import Ask, Collector, decoded, prompt_seed
+from torchtitan.grpo.rollouts.collector import Ask, Collector, decoded
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
@@ -992,14 +992,6 @@ def test_a_run_that_stops_gives_a_collection_up_after_a_while(make_collector, in
     with collector.unless_stopped():
         collector.collect(prompts_of(3), PARAMS, "b")
         pytest.fail("nothing is collected after that")
-
-
-def test_seeds() -> None:
-    seeds = {prompt_seed(1, tag, index, n) for tag in ("a", "b") for index in range(50) for n in range(2)}
-    assert len(seeds) == 200
-    assert all(0 <= seed < 1 << 56 for seed in seeds)
-    assert prompt_seed(1, "a", 2, 0) == prompt_seed(1, "a", 2, 0) != prompt_seed(2, "a", 2, 0)
-    assert prompt_seed(None, "a", 2, 0) is None
 
 
 def test_a_group_that_takes_too_long_ends_its_collection(make_collector) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.endpoint.requests import BadRequest
 from torchtitan.grpo.engines.protocol import Completion, Refused
-from torchtitan.grpo.rollouts.collector import prompt_seed
+from torchtitan.grpo.process.random_numbers import prompt_seed
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
 
 

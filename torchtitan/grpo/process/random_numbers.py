@@ -1,9 +1,18 @@
-"""Python's and NumPy's own generators, which a curriculum or an environment may use."""
+"""Seeds of requests, and Python's and NumPy's own generators, which a curriculum or an environment may use."""
 
+import hashlib
 import random
 from typing import Any
 
 import numpy as np
+
+
+def prompt_seed(seed: int | None, tag: str, index: int, occurrence: int) -> int | None:
+    """The seed of one request, 0 to 2**56 - 1, so that servers may add the sample's number. None stays None."""
+    if seed is None:
+        return None
+    digest = hashlib.blake2b(f"{seed}/{tag}/{index}/{occurrence}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
 
 
 def seed_python(seed: int) -> None:

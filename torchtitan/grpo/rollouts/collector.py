@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import hashlib
 import inspect
 import secrets
 import threading
@@ -18,6 +17,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.random_numbers import prompt_seed
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.group_call import GroupCall
@@ -395,11 +395,3 @@ def decoded(tokenizer: PreTrainedTokenizerBase, answers: list[list[int]]) -> lis
     if is_bpe and getattr(tokenizer, _CLEANS_BPE, True) is False:  # versions without it clean BPE too
         return texts
     return [tokenizer.clean_up_tokenization(text) for text in texts]
-
-
-def prompt_seed(seed: int | None, tag: str, index: int, occurrence: int) -> int | None:
-    """The seed of one request, 0 to 2**56 - 1, so that servers may add the sample's number. None stays None."""
-    if seed is None:
-        return None
-    digest = hashlib.blake2b(f"{seed}/{tag}/{index}/{occurrence}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little")

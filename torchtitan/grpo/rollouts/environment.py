@@ -5,6 +5,7 @@ group. It may call the servers through its `RolloutClient` as often as it likes.
 `environments/load.py` finds it.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from torchtitan.grpo.data.samples import ANY_VOCAB, REWARD_MAX, Group, Prompt, S
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.random_numbers import prompt_seed
 
 ENDPOINT = "endpoint"
 """The `[rollout] environment` that is a harness outside, see `endpoint/episodes.py`."""
@@ -52,9 +54,10 @@ class RolloutClient:
         self.endpoint = endpoint
         self.waits = waits
         self.sessions = 0
-        self._prompt_tokens = len(prompt.token_ids)
+        self._index, self._prompt_tokens = prompt.index, len(prompt.token_ids)
         self._ask = ask
-        self._calls = self._seeds = 0
+        self._calls: Counter[str] = Counter()
+        self._seeds = 0
 
     async def generate(
         self,
@@ -73,23 +76,30 @@ class RolloutClient:
             max_tokens: Longest completion. The group's `max_tokens`, less the tokens beyond the prompt, bounds it too.
                 If nothing is left, the completions are empty and their finish_reason is "length".
             stop_token_ids, stop: Tokens and texts that end this turn, besides those that end an answer.
-            seed: None derives one from the group's seed and the calls before this one.
+            seed: None derives one from the group's seed and the calls of this session before this one.
             session: Names a conversation of the group. Its turns go to the same server, which has its prefix cached,
                 while that is in traffic with new enough weights and has a place. Its first turn goes where the group's
                 last call without a session was answered.
         """
-        call, self._calls = self._calls, self._calls + 1
-        first, self._seeds = self._seeds, self._seeds + max(n, self.params.n)  # servers add the sample's number
+        turn, call = self._calls[session], self._calls.total()
+        self._calls[session] += 1
         left = self.params.max_tokens - (len(token_ids) - self._prompt_tokens)
         left = left if max_tokens is None else min(left, max_tokens)
         if left <= 0:
             return [Completion([], [], "length", []) for _ in range(n)]
-        if seed is None and self.params.seed is not None:
-            seed = self.params.seed + first
+        seed = self._seed(session, turn, n) if seed is None else seed
         tokens, texts = (*self.params.stop_token_ids, *stop_token_ids), (*self.params.stop, *stop)
         params = replace(self.params, n=n, max_tokens=left, stop_token_ids=tokens, stop=texts, seed=seed)
         completions = await self._ask(token_ids, params, f"-turn{call}" if call else "", session)
         return [cut_at_stop(completion, texts, self._decode) for completion in completions] if texts else completions
+
+    def _seed(self, session: str, turn: int, n: int) -> int | None:
+        if self.params.seed is None:
+            return None
+        if session:  # sessions overtake each other, so a count of all calls would depend on timing
+            return prompt_seed(self.params.seed, f"turns/{session}", self._index, turn)
+        first, self._seeds = self._seeds, self._seeds + max(n, self.params.n)  # servers add the sample's number
+        return self.params.seed + first
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -20,11 +20,11 @@ from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.random_numbers import python_state, set_python_state
+from torchtitan.grpo.process.random_numbers import prompt_seed, python_state, set_python_state
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
-from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.outage import Outage
 from torchtitan.grpo.rollouts.pace import Pace
