@@ -1,4 +1,4 @@
-"""What each metric means by the tables of docs/metrics.md: every metric must be there."""
+"""What each metric means by the lists of docs/metrics.md: every metric must be there."""
 
 import functools
 import re
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from tests.helpers import ROOT
 
 _PAGE = ROOT / "docs" / "metrics.md"
-_ROW = re.compile(r"\| (?P<names>`[^|]+`) \| (?P<text>.+) \|$")
+_NAME = r"`[^`\n]+`"
+_ITEM = re.compile(rf"^- (?P<names>{_NAME}(?:,\s+{_NAME})*):\s+(?P<text>.+(?:\n  .+)*)$", re.MULTILINE)
 _VARIABLE = re.compile(r"<(\w+)>")
 
 
@@ -41,14 +42,12 @@ def meaning(name: str) -> Metric:
 
 @functools.cache
 def documented() -> dict[str, str]:
-    """Meaning of each name in the page's tables. Names in angle brackets stand for several."""
-    rows = (_ROW.match(line) for line in _PAGE.read_text(encoding="utf-8").splitlines())
+    """Meaning of each name in the page's lists. Names in angle brackets stand for several."""
     texts: dict[str, str] = {}
-    for row in rows:
-        if row:
-            text = row["text"].replace("`", "").replace("\\|", "|")
-            texts |= {name: text for name in re.findall(r"`([^`]+)`", row["names"]) if "/" in name}
-    return texts
+    for item in _ITEM.finditer(_PAGE.read_text(encoding="utf-8")):
+        text = " ".join(item["text"].replace("`", "").split())
+        texts |= {name: text for name in re.findall(_NAME, item["names"])}
+    return {name.strip("`"): text for name, text in texts.items()}
 
 
 @functools.cache

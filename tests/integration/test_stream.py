@@ -277,7 +277,7 @@ def test_a_stop_ends_the_wait_for_answers_and_keeps_the_state_of_before(make_run
     run.publish(1)
 
     def stop_while_one_is_held() -> None:
-        wait_until(lambda: run.count("groups_finished") == B + 3)
+        wait_until(lambda: run.count("groups_ready") == 3)
         run.stream.stop()
 
     threading.Thread(target=stop_while_one_is_held).start()
@@ -444,6 +444,26 @@ def test_groups_without_a_signal_are_replaced(make_run, ahead) -> None:
     if not ahead.enabled:
         assert run.count("groups_replaced") == dull == asked - 4 * B
         assert trained == [index for index in run.order[:asked] if index % 2]
+
+
+def test_nothing_depends_on_which_group_ends_first(make_run) -> None:
+    """Not what is recorded for a curriculum, what replaces groups, or which of them stay at the limit."""
+    seen = []
+    for last in (0, 2, 5):
+
+        async def late(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+            samples = await single_turn(client, prompt)
+            await asyncio.sleep(0.3 * (run.order.index(prompt.index) == last))  # noqa: B023
+            return samples
+
+        run = make_run(grpo=replacing(), environment=late)
+        run.rewards.dull = lambda index, run=run: run.order.index(index) < B or index % 4
+        recorded: list[tuple[int, float]] = []
+        run.prompts.record = lambda index, mean, to=recorded: to.append((index, mean))
+        batch = run.stream.take(0)
+        seen.append((indices(batch), recorded, run.count("groups_asked"), run.count("groups_replaced")))
+        assert [index for index, _ in recorded] == run.order[: len(recorded)]
+    assert seen[0] == seen[1] == seen[2] and len(seen[0][1]) > 2 * B
 
 
 @pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])

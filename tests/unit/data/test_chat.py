@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
+from torchtitan.grpo.data.chat import ChatRenderer, conversation, rendered, tools_of
 from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.tokenizer import end_token_ids
 from torchtitan.grpo.errors import UserError
@@ -242,3 +242,12 @@ def test_a_template_whose_turns_end_in_no_end_token_is_warned_about(tokenizer, t
     tokenizer.chat_template = "{{ raise_exception('tools only') }}"
     end_token_ids(tokenizer, str(tmp_path))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_no_prompt_changes_at_midnight(tokenizer, quote):
+    day = f"{{{{ strftime_now({quote}%d %b %Y{quote}) }}}} {{% if strftime_now is defined %}}of a clock{{% endif %}} "
+    tokenizer.chat_template = day + CHATML
+    text = rendered(tokenizer, TALK[:2], tokenize=False, add_generation_prompt=True)
+    assert text.startswith("26 Jul 2024 of a clock <|im_start|>system")
+    assert tokenizer.chat_template == day + CHATML, "which is exported"

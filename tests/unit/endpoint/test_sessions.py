@@ -109,6 +109,18 @@ def test_texts_and_token_ids_continue_what_was_sampled(run) -> None:
     assert len(run.sampled) == 3 and sample.loss_mask.count(False) == len("=3 ") + 2
 
 
+def test_samples_are_in_the_order_of_their_calls_whichever_is_answered_first(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            calls = []
+            for tokens in (12, 1, 2):  # the first is answered last
+                calls.append(session.generate([5 + tokens, 6], max_tokens=tokens))
+            await asyncio.gather(*calls)
+            return session.samples()
+
+    assert [len(sample.token_ids) for sample in run.collect(play)] == [12, 1, 2]
+
+
 def test_other_contexts_and_parallel_branches_are_samples_of_their_own(run) -> None:
     async def play(client, prompt, http):
         async with client.endpoint.session(client, prompt) as session:
@@ -132,17 +144,20 @@ def test_other_contexts_and_parallel_branches_are_samples_of_their_own(run) -> N
 def test_calls_with_tools_are_parsed_and_results_are_masked(run) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    message = reply_message("well\n" + call + call, tools)
+    message = reply_message("well\n" + call + call, tools, "asked")
     assert message["content"] == "well"
     assert [c["function"] for c in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    assert message == reply_message("well\n" + call + call, tools, "asked"), "a template may write the ids"
+    ids = {c["id"] for asked in ("asked", "more") for c in reply_message(call + call, tools, asked)["tool_calls"]}
+    assert len(ids) == 4
     for text in (
         "no call",
         "<tool_call>{not json}</tool_call>",
         '<tool_call>{"arguments": {}}</tool_call>',
         "<tool_call>",
     ):
-        assert reply_message(text, tools) == {"role": "assistant", "content": text}
-    assert reply_message(call, None)["content"] == call
+        assert reply_message(text, tools, "") == {"role": "assistant", "content": text}
+    assert reply_message(call, None, "")["content"] == call
 
     async def play(client, prompt, http):
         async with client.endpoint.session(client, prompt) as session:
@@ -298,7 +313,7 @@ def test_the_longest_text_that_another_begins_with_is_found(run) -> None:
         texts, known = Texts(), {}
         for _ in range(5):
             text = "".join(draw.choices("a\u00e9\U0001f600", k=draw.randrange(5)))
-            known[text] = Place(Branch(Turns(run.prompt)), 1)
+            known[text] = Place(Branch(Turns(run.prompt), (0, 0)), 1)
             texts.add(text, known[text])
         asked = "".join(draw.choices("a\u00e9\U0001f600", k=6))
         longest = max((text for text in known if asked.startswith(text)), key=len, default=None)

@@ -18,7 +18,7 @@ from tests.helpers.meanings import documented, meaning
         ("validation/pass_at_16", "validation/pass_at_<k>", {"k": "16"}),
     ],
 )
-def test_a_name_finds_its_row(name, form, variables):
+def test_a_name_finds_its_item(name, form, variables):
     metric = meaning(name)
     assert (metric.name, metric.variables) == (form, variables)
     assert metric.text == documented()[form]

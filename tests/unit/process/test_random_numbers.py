@@ -5,7 +5,13 @@ import random
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.process.random_numbers import prompt_seed, python_state, seed_python, set_python_state
+from torchtitan.grpo.process.random_numbers import (
+    prompt_seed,
+    python_state,
+    seed_python,
+    seeded_apart,
+    set_python_state,
+)
 
 
 def draws() -> list[float]:
@@ -24,6 +30,23 @@ def test_the_generators_go_on_where_they_were():
         assert draws() == after
         seed_python(7)
         assert draws() == first
+    finally:
+        set_python_state(before)
+
+
+def test_draws_apart_follow_from_their_seed_and_leave_no_trace():
+    before = python_state()
+    try:
+        seed_python(7)
+        whole = draws()
+        seed_python(7)
+        with seeded_apart(3):
+            first = draws()
+        assert draws() == whole
+        with seeded_apart(3):
+            assert draws() == first
+        with seeded_apart(4):
+            assert draws() != first
     finally:
         set_python_state(before)
 

@@ -281,6 +281,35 @@ def test_requests_are_spread_and_limited(make_collector) -> None:
     assert max(collector.rewards.open_requests) > 0  # groups were scored while others were still being sampled
 
 
+def test_servers_that_repeat_their_answers_get_all_prompts_as_one_batch(make_collector, servers) -> None:
+    """They queue what they have no place for."""
+    collector = make_collector([servers[0].url], max_concurrent_requests=2)
+    for server in collector.fleet.servers:
+        server.engine = ENGINES["embedded"]
+    collector.collect(prompts_of(5), PARAMS, "a")
+    assert {cohort[1] for _, cohort in collector.fleet.servers[0].client.asked} == {5}
+    assert in_flight(collector) == [0]
+
+
+def test_draws_of_environments_in_a_validation_follow_from_it_and_leave_no_trace(make_collector) -> None:
+    drawn: list[float] = []
+
+    async def draws(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        drawn.append(random.random())
+        return await single_turn(client, prompt)
+
+    collector = make_collector(environment=draws)
+    before = random.getstate()
+    ask = Ask(prompts_of(3), PARAMS, "validation")
+    collector.collect_all([ask], alone=True)
+    assert random.getstate() == before
+    random.random()
+    collector.collect_all([ask], alone=True)
+    assert len(set(drawn)) == 3 and drawn[:3] == drawn[3:]
+    collector.collect_all([ask])
+    assert random.getstate() != before and drawn[6:] != drawn[:3]
+
+
 def test_a_dead_server_is_suspected_and_the_others_answer(make_collector, servers, dead_urls) -> None:
     expected = tokens(make_collector([servers[0].url]).collect(prompts_of(4), PARAMS, "a"))
     collector = make_collector([servers[0].url, dead_urls[0]])

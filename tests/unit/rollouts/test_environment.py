@@ -48,11 +48,12 @@ def test_calls_have_names_seeds_and_stop_tokens_of_their_own() -> None:
     asked.generate([3, 4, 5], n=2)
     asked.generate([3, 4, 5, 10], stop_token_ids=(8, 9))
     asked.generate([3, 4, 5], seed=5)
-    assert [suffix for _, _, suffix in asked.requests] == ["", "-turn1", "-turn2"]
+    asked.generate([3, 4, 5])
+    assert [suffix for _, _, suffix in asked.requests] == ["", "-turn1", "-turn2", "-turn3"]
     params = [params for _, params, _ in asked.requests]
-    assert [p.n for p in params] == [2, 1, 1]
-    assert [p.seed for p in params] == [100, 104, 5]
-    assert [p.stop_token_ids for p in params] == [(2,), (2, 8, 9), (2,)]
+    assert [p.n for p in params] == [2, 1, 1, 1]
+    assert [p.seed for p in params] == [100, 104, 5, 112]
+    assert [p.stop_token_ids for p in params] == [(2,), (2, 8, 9), (2,), (2,)]
     assert {p.temperature for p in params} == {0.7}
 
 

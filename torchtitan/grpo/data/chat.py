@@ -1,5 +1,6 @@
 """Conversations rendered by any chat template, with the exact places of what the assistant says."""
 
+import datetime
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +18,9 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 """[first, end) in characters."""
 
+TEMPLATE_DATE = datetime.date(2024, 7, 26)
+"""What templates get that write today's date: the day that Llama 3's own takes where it finds no clock."""
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -127,9 +131,19 @@ class ChatRenderer:
 
     def _apply(self, messages: list[Message], tools: list[Any] | None, place: str, **how: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(messages, tools=tools, **self._arguments, **how)
+            return rendered(self._tokenizer, messages, tools, **self._arguments, **how)
         except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{place}: the chat template refuses these messages: {error}") from error
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: list[Any] | None = None, **how: Any) -> Any:
+    """`apply_chat_template`, with TEMPLATE_DATE as today. Else the prompts of a run would change at midnight, and it
+    could not be resumed on another day."""
+    if "strftime_now" in str(tokenizer.chat_template):
+        template = tokenizer.get_chat_template(tools=tools)
+        dated = _TODAY.sub(lambda call: f"{call[1]}{TEMPLATE_DATE.strftime(call[2])}{call[1]}", template)
+        how = {"chat_template": dated, **how}
+    return tokenizer.apply_chat_template(messages, tools=tools, **how)
 
 
 def joined_text(content: Any) -> Any:

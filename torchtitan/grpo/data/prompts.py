@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.chat import joined_text
+from torchtitan.grpo.data.chat import joined_text, rendered
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.data.samples import ANY_VOCAB, Document, Prompt
 from torchtitan.grpo.data.tokenizer import check_embeddings
@@ -312,7 +312,7 @@ class PromptSource:
             return messages[0]["content"]
         try:
             own = self._template_arguments
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **own)
+            return rendered(self._tokenizer, messages, tokenize=False, add_generation_prompt=True, **own)
         except jinja2.TemplateError as error:
             template = self._data.chat_template_file or "the tokenizer's chat template"
             raise UserError(f"{place}: {template} refuses the messages: {error}") from error

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.grpo.data.chat import joined_text
+from torchtitan.grpo.data.chat import joined_text, rendered
 from torchtitan.grpo.endpoint.requests import BadRequest, TooLong
 from torchtitan.grpo.endpoint.sessions import Place, Session
 
@@ -152,9 +151,7 @@ class Chat:
             raise BadRequest("messages", "this run's tokenizer has no chat template: use /v1/completions")
         own = self._arguments
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **own
-            )
+            return rendered(self._tokenizer, messages, tools, tokenize=False, add_generation_prompt=prompt, **own)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise BadRequest("messages", f"the run's chat template refuses these messages: {error}") from error
 
@@ -171,13 +168,17 @@ def characters(messages: list[Any]) -> int:
     return sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))
 
 
-def reply_message(text: str, tools: list[Any] | None) -> Message:
+def reply_message(text: str, tools: list[Any] | None, asked: str) -> Message:
     """What the assistant said, in OpenAI's form, with its calls if the request had tools.
 
     Calls are in the form of Hermes and Qwen, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one of them
     is malformed, all stay text.
+
+    Args:
+        asked: The digest of the conversation before. Ids of calls follow from it: some templates write them, and a
+            run that is repeated must ask the same.
     """
-    calls = [_call(found) for found in calls_in(text)] if tools else []
+    calls = [_call(found, f"{asked}\0{number}") for number, found in enumerate(calls_in(text))] if tools else []
     if not calls or None in calls:
         return {"role": "assistant", "content": text}
     content = text.partition("<tool_call>")[0].rstrip()
@@ -190,7 +191,7 @@ def calls_in(text: str) -> list[str]:
     return [call.strip() for _, begun, call in parts if begun]
 
 
-def _call(text: str) -> dict[str, Any] | None:
+def _call(text: str, place: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -199,7 +200,8 @@ def _call(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     name = {"name": call["name"], "arguments": arguments}
-    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": name}
+    id = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
+    return {"id": f"call_{id}", "type": "function", "function": name}
 
 
 def digest_with(digest: str, message: Message) -> str:

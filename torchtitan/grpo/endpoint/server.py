@@ -223,7 +223,7 @@ class Endpoint:
         call, choices = asked.call, []
         for i, (completion, place) in enumerate(answers):
             text = requests.cut_text(self.chat.decode(completion.token_ids), call.stop)
-            message = reply_message(text, call.tools)
+            message = reply_message(text, call.tools, asked.key)
             if place is not None:
                 session.said[digest_with(asked.key, message)] = place
             called = completion.finish_reason == "stop" and "tool_calls" in message

@@ -23,10 +23,12 @@ class Branch:
 
     Attributes:
         turns: The sample. Its tokens only grow.
+        begun: The number of the call that began it, and its number among that call's.
         busy: A call that continues it is under way.
     """
 
     turns: Turns
+    begun: tuple[int, int]
     busy: bool = False
 
 
@@ -131,7 +133,8 @@ class Session:
         """
         if self._failure is not None:
             raise self._failure
-        return [branch.turns.sample() for branch in self._branches if branch.turns.sample().token_ids]
+        begun = sorted(self._branches, key=lambda branch: branch.begun)  # `_branches` is in the order of their answers
+        return [branch.turns.sample() for branch in begun if branch.turns.sample().token_ids]
 
     def generate(
         self,
@@ -156,7 +159,7 @@ class Session:
         call, self.calls = self.calls, self.calls + 1
         continued = self._continued(token_ids)
         branches = [continued] if continued else []
-        branches += [Branch(Turns(self._begin(token_ids))) for _ in range(n - len(branches))]
+        branches += [Branch(Turns(self._begin(token_ids)), (call, i)) for i in range(n - len(branches))]
         answer = len(token_ids) - len(branches[0].turns.sample().prompt.token_ids)
         left = self.client.params.max_tokens - answer
         for each in branches:

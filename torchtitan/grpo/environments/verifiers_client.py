@@ -41,6 +41,11 @@ class Conversation:
     chat: Chat
     loop: asyncio.AbstractEventLoop
     sessions: dict[str, Session] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def number(self, trace_id: str) -> int:
+        """Of the session: traces are numbered as the episode makes them, whichever of several agents asks first."""
+        return self.numbers.setdefault(trace_id, len(self.numbers))
 
     async def answer(self, trace_id: str, body: dict[str, Any]) -> tuple[dict[str, Any], TurnTokens]:
         """One model call, on the collector's event loop: the reply in OpenAI's form, and its tokens.
@@ -49,7 +54,7 @@ class Conversation:
             ProviderError: The request is refused, or no tokens are left.
         """
         if trace_id not in self.sessions:
-            self.sessions[trace_id] = Session(trace_id, ADDRESS, self.client, self.prompt, len(self.sessions))
+            self.sessions[trace_id] = Session(trace_id, ADDRESS, self.client, self.prompt, self.number(trace_id))
         session = self.sessions[trace_id]
         try:
             call = parse(body | {"n": 1, "stream": False}, CHAT, self.client.params)
@@ -62,7 +67,8 @@ class Conversation:
             [(completion, place)] = await answers
             if place is None:
                 raise ProviderError(NO_TOKENS_LEFT, status_code=400)
-            message = reply_message(cut_text(self.chat.decode(completion.token_ids), call.stop), call.tools)
+            said = cut_text(self.chat.decode(completion.token_ids), call.stop)
+            message = reply_message(said, call.tools, rendered.digest)
             session.said[digest_with(rendered.digest, message)] = place
         except (BadRequest, SessionEnded, RecursionError) as error:  # RecursionError: nested deeply
             raise ProviderError(str(error), status_code=400) from error

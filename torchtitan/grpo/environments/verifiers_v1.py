@@ -158,7 +158,7 @@ class VerifiersEnvironment:
         CURRENT.set(conversation)
         [slot] = self._env.slots(task)
         async with _no_exit():
-            return await self._env.run_slot(slot, self._context)
+            return await self._env.run_slot(slot, self._context, on_trace=lambda trace: conversation.number(trace.id))
 
     async def _serve(self, ready: asyncio.Event) -> None:
         """Hold what all episodes share: shared tools, and the interception server. One task enters and leaves it."""

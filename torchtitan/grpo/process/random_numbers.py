@@ -1,7 +1,9 @@
 """Seeds of requests, and Python's and NumPy's own generators, which a curriculum or an environment may use."""
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,17 @@ def seed_python(seed: int) -> None:
     """Seed both. 32 bits."""
     random.seed(seed)
     np.random.seed(seed)
+
+
+@contextlib.contextmanager
+def seeded_apart(seed: int) -> Iterator[None]:
+    """Draws inside follow from `seed`. Those behind go on as if there had been none."""
+    before = python_state()
+    seed_python(seed)
+    try:
+        yield
+    finally:
+        set_python_state(before)
 
 
 def python_state() -> list[Any]:

@@ -17,7 +17,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.random_numbers import prompt_seed
+from torchtitan.grpo.process.random_numbers import prompt_seed, seeded_apart
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.group_call import GroupCall
@@ -130,12 +130,16 @@ class Collector:
         """
         return self.collect_all([Ask(prompts, params, tag, min_version, held_out)])[0]
 
-    def collect_all(self, asks: list[Ask]) -> list[list[Group]]:
+    def collect_all(self, asks: list[Ask], alone: bool = False) -> list[list[Group]]:
         """The groups of each `collect`. They are asked at the same time, unless an engine repeats its answers: which
         requests it computes together must then not depend on their arrival.
+
+        Args:
+            alone: Nothing else is asked meanwhile. Then what environments draw from Python's and NumPy's generators
+                follows from the call, and leaves no trace.
         """
         try:
-            return self.call(self._collect_all(asks))
+            return self.call(self._collect_all(asks, alone))
         except concurrent.futures.CancelledError:
             if not self._given_up:
                 raise
@@ -241,7 +245,7 @@ class Collector:
         """
 
         last_server = ""
-        servers: dict[str, str] = {}  # that answered each session's last turn
+        servers: dict[tuple[str, str], str] = {}  # that answered the last turn of each sample's sessions
 
         def client(params: SamplingParams, name: str, call: GroupCall) -> RolloutClient:
             async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
@@ -249,10 +253,10 @@ class Collector:
                 if call.is_under_way:
                     params = replace(params, first=True)
                 first = None if name or suffix else cohort
-                before = servers.get(session, servers.get("", "")) if session else ""
+                before = servers.get((name, session), servers.get((name, ""), "")) if session else ""
                 own_id = request_id + name + suffix
                 completions = await self.router.answer(prompt, token_ids, params, own_id, call, first, before)
-                last_server = servers[session] = completions[-1].server
+                last_server = servers[name, session] = completions[-1].server
                 return completions
 
             return RolloutClient(self.tokenizer, params, prompt, ask, self.endpoint, call.waits)
@@ -265,11 +269,15 @@ class Collector:
         rewarded = self._loop.run_in_executor(self._scoring, self._score, group, unrewarded)
         return await (teachers.scored(group, rewarded) if teachers else rewarded)
 
-    async def _collect_all(self, asks: list[Ask]) -> list[list[Group]]:
+    async def _collect_all(self, asks: list[Ask], alone: bool) -> list[list[Group]]:
         if any(server.engine is None or server.engine.repeats_in_flight for server in self.fleet.servers):
-            return [await self._collect(ask) for ask in asks]
+            return [await self._collect_apart(ask) if alone else await self._collect(ask) for ask in asks]
         # Each cohort takes its places before any is occupied: several would take the same ones.
         return await _all_of([self._collect(ask, cohort=len(asks) == 1) for ask in asks])
+
+    async def _collect_apart(self, ask: Ask) -> list[Group]:
+        with seeded_apart((prompt_seed(ask.params.seed or 0, ask.tag, 0, 0) or 0) % 2**32):
+            return await self._collect(ask)
 
     async def _collect(self, ask: Ask, cohort: bool = True) -> list[Group]:
         prompts, params, tag, min_version = ask.prompts, ask.params, ask.tag, ask.min_version

@@ -83,11 +83,12 @@ class RolloutClient:
         """
         turn, call = self._calls[session], self._calls.total()
         self._calls[session] += 1
+        derived = self._seed(session, turn, n)
         left = self.params.max_tokens - (len(token_ids) - self._prompt_tokens)
         left = left if max_tokens is None else min(left, max_tokens)
         if left <= 0:
             return [Completion([], [], "length", []) for _ in range(n)]
-        seed = self._seed(session, turn, n) if seed is None else seed
+        seed = derived if seed is None else seed
         tokens, texts = (*self.params.stop_token_ids, *stop_token_ids), (*self.params.stop, *stop)
         params = replace(self.params, n=n, max_tokens=left, stop_token_ids=tokens, stop=texts, seed=seed)
         completions = await self._ask(token_ids, params, f"-turn{call}" if call else "", session)

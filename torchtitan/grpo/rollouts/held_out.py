@@ -8,7 +8,7 @@ from torchtitan.grpo.rollouts.collector import Ask, Collector
 
 
 def answer_held_out(
-    collector: Collector, sets: list[HeldOut], params: SamplingParams, min_version: int = -1
+    collector: Collector, sets: list[HeldOut], params: SamplingParams, min_version: int = -1, alone: bool = True
 ) -> list[HeldOutAnswers]:
     """Answer every prompt of every set by its environment, greedily and sampled. Blocks, see `Collector.collect_all`.
 
@@ -17,6 +17,7 @@ def answer_held_out(
     Args:
         params: Stop tokens and seed. Number of answers, sampling and length are the set's.
         min_version: The oldest weight version that may answer: it waits for servers that do not have it yet.
+        alone: See `Collector.collect_all`.
     """
     asks = []
     for each in sets:
@@ -25,5 +26,5 @@ def answer_held_out(
         sampled = replace(greedy, n=each.samples, temperature=each.temperature, top_p=each.top_p)
         asks.append(Ask(each.prompts, greedy, f"greedy{of_set}", min_version, each.name))
         asks.append(Ask(each.prompts, sampled, f"validation{of_set}", min_version, each.name))
-    answered = iter(collector.collect_all(asks))
+    answered = iter(collector.collect_all(asks, alone))
     return [HeldOutAnswers(each, next(answered), next(answered)) for each in sets]

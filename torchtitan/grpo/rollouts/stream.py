@@ -46,6 +46,10 @@ class RolloutStream:
     (`run_ahead`), and never beyond the buffer's bound. Without it, a step's groups are requested when the step starts,
     all at once, from the newest weights.
 
+    An engine that repeats its answers gets a step's groups in rounds: when all groups of a round have ended, they count
+    in the order of their prompts, and those that replace some are asked together. So neither prompts nor batches depend
+    on which group ended first.
+
     Groups that are given up are replaced by other prompts. `counts` has the number of each kind:
 
     - groups without a signal (`[grpo] zero_variance_groups = "replace"`, DAPO's dynamic sampling, arXiv 2503.14476)
@@ -86,6 +90,8 @@ class RolloutStream:
         self._collector, self._prompts, self._share = collector, prompts, share
         self._params = params if seeded else replace(params, seed=None)
         self._ahead = ahead.enabled
+        self._in_rounds = not ahead.enabled and not grpo.oversampling and ENGINES[rollout.engine].repeats_in_flight
+        self._round: list[tuple[Entry, Group]] = []  # ended, while others of their round are under way
         self._replace = grpo.zero_variance_groups == "replace"
         self._replaced_max = (ASKED_MAX - 1) * grpo.prompts_per_step
         self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
@@ -169,7 +175,7 @@ class RolloutStream:
 
         async def read() -> dict[str, float]:
             entries = self._buffer.entries.values()
-            complete = self._buffer.complete
+            complete = self._buffer.complete + len(self._round)
             begun = sum(entry.begun is not None for entry in entries)
             names = ("asked", "finished", "replaced", "late", "timed_out", "failed")
             counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
@@ -341,6 +347,8 @@ class RolloutStream:
         self._changed.set()
         if self._wanted == 0 or self._failure is not None or self._stopping or self._pause is not None:
             return
+        if self._in_rounds and self._tasks:
+            return
         versions = [server.version for server in self._collector.fleet.eligible(0)]
         if not versions:
             return
@@ -405,8 +413,14 @@ class RolloutStream:
             self._give_up(entry)
         elif error is not None:
             self._fail(error)
+        elif self._in_rounds:
+            self._round.append((entry, task.result()))
         else:
             self._finish(entry, task.result())
+        if self._round and not self._tasks:
+            ended, self._round = sorted(self._round, key=lambda each: each[0].number), []
+            for each, group in ended:
+                self._finish(each, group)
         self._fill()
 
     def _finish(self, entry: Entry, group: Group) -> None:

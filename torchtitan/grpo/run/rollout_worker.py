@@ -273,7 +273,8 @@ class RolloutWorker:
         config = self.config
         with self.collector.unless_stopped():
             # It waits for servers that do not have this version yet.
-            answers = answer_held_out(self.collector, self.held_out, self._sampling(1, 0.0), step)
+            alone = not config.async_grpo.enabled
+            answers = answer_held_out(self.collector, self.held_out, self._sampling(1, 0.0), step, alone)
             self.samples.log_validation(step, answers)
             check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
             return validation_metrics(answers, config.reward)

@@ -122,7 +122,8 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def cache_budget_bytes(device: torch.device, memory_share: float = 0.0) -> int:
-    """Memory for keys and values: half of what is free, now that the model is loaded.
+    """Memory for keys and values: a quarter of all, and at most half of what is free, now that the model is loaded. How
+    many answers are computed together must not depend on what else is there, or results would round differently.
 
     Args:
         memory_share: The process's share of a GPU's memory, to which it is held from now on; 0 for no limit.
@@ -132,5 +133,7 @@ def cache_budget_bytes(device: torch.device, memory_share: float = 0.0) -> int:
         total = torch.cuda.get_device_properties(device).total_memory
         return max(0, int(memory_share * total) - torch.cuda.memory_allocated(device)) // 2
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free // 2, total // 4)
+    free, total = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
+    return min(free // 2, total // 4) * os.sysconf("SC_PAGE_SIZE")
