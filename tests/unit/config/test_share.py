@@ -24,6 +24,13 @@ def test_servers_decide_how_many(servers, prompts, processes):
     assert rollout_processes(config) == processes
 
 
+def test_each_process_has_a_part_of_each_minibatch():
+    """Else some optimizer steps would have no answers."""
+    for minibatches, processes in (("6", 2), ("12", 1)):
+        flags = "--grpo.prompts_per_step", "12", "--grpo.minibatches", minibatches
+        assert rollout_processes(loaded(*flags, servers=64)) == processes
+
+
 def test_the_key_decides_if_it_is_set():
     assert rollout_processes(loaded("--rollout.processes", "4", servers=33)) == 4
 
@@ -46,6 +53,10 @@ def test_what_needs_all_groups_in_one_place_has_one_process(key):
 def test_shares_are_equal():
     with pytest.raises(UserError, match=r"processes = 3 does not divide \[grpo\] prompts_per_step = 128"):
         loaded("--rollout.processes", "3")
+    with pytest.raises(
+        UserError, match=r"processes = 4 times \[grpo\] minibatches = 64 does not divide prompts_per_step"
+    ):
+        loaded("--rollout.processes", "4", "--grpo.minibatches", "64")
     ahead = ["--async_grpo.enabled", "--async_grpo.order_window", "129"]
     with pytest.raises(UserError, match=r"processes = 2 does not divide \[async_grpo\] order_window = 129"):
         loaded("--rollout.processes", "2", *ahead)

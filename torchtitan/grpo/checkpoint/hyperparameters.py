@@ -23,12 +23,11 @@ def kept(optimizers: OptimizersContainer, lr_schedulers: LRSchedulersContainer) 
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)
         scheduler.base_lrs = [settings["initial_lr"] for settings in own]
-        with contextlib.suppress(AssertionError):  # torchtitan's: the schedule has ended, and no step is taken by it
-            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-            rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            scheduler._last_lr = rates
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
 
 
 def _settings(group: dict) -> dict:

@@ -303,12 +303,17 @@ def _check_async(config: JobConfig) -> Iterator[str]:
 
 
 def _check_processes(config: JobConfig) -> Iterator[str]:
-    processes, prompts = config.rollout.processes, config.grpo.prompts_per_step
+    processes, prompts, minibatches = config.rollout.processes, config.grpo.prompts_per_step, config.grpo.minibatches
     if processes < 2:
         return
     key = f"[rollout] processes = {processes}"
     if prompts % processes:
         yield f"{key} does not divide [grpo] prompts_per_step = {prompts}, which they share: change one"
+    elif prompts % (processes * minibatches):
+        yield (
+            f"{key} times [grpo] minibatches = {minibatches} does not divide prompts_per_step = {prompts}: each "
+            "process has a part of each minibatch, so change one"
+        )
     if config.async_grpo.order_window % processes:
         window = config.async_grpo.order_window
         yield f"{key} does not divide [async_grpo] order_window = {window}, which they share: change one"

@@ -19,8 +19,8 @@ SERVERS_OF_A_PROCESS = 32
 
 
 def rollout_processes(config: JobConfig) -> int:
-    """`[rollout] processes`, or how many the servers need: as many as divide the prompts of a step."""
-    rollout, prompts = config.rollout, config.grpo.prompts_per_step
+    """`[rollout] processes`, or how many the servers need: as many as divide the prompts of each minibatch."""
+    rollout, prompts = config.rollout, config.grpo.prompts_per_step // config.grpo.minibatches
     if rollout.processes:
         return rollout.processes
     if any(needs_one_process(config)):

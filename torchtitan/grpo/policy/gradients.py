@@ -61,5 +61,5 @@ def accumulate_gradients(
         if (tokens := getattr(model, "expert_tokens", None)) is not None:
             row_sums = row_sums | {"expert_tokens": tokens}
         loss.backward()
-        sums = {name: sums[name] + value if name in sums else value for name, value in row_sums.items()}
+        sums |= {name: sums[name] + value if name in sums else value for name, value in row_sums.items()}
     return sums

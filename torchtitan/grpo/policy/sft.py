@@ -31,7 +31,7 @@ def summed(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Sums by name over several rows."""
     sums: dict[str, Tensor] = {}
     for part in parts:
-        sums = {name: sums[name] + value if name in sums else value for name, value in part.items()}
+        sums |= {name: sums[name] + value if name in sums else value for name, value in part.items()}
     return sums
 
 

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -62,6 +64,7 @@ class Policy:
         self.optimizers = build_optimizers([self.model], config.optimizer, dims)
         self.finite_steps = FiniteSteps(self.optimizers, device)
         self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
+        _hold_at_the_end(self.lr_schedulers, (config.lr_scheduler.total_steps or config.training.steps) - 1)
         self.reference = None
         if config.grpo.kl_coef > 0 and not config.lora.enable:
             self.reference = build_model(source, config, dims, device, trainable=False)
@@ -122,3 +125,15 @@ class Policy:
         rate = next(iter(self.optimizers)).param_groups[0]["lr"]
         self.lr_schedulers.step()
         return rate
+
+
+def _hold_at_the_end(lr_schedulers: LRSchedulersContainer, last: int) -> None:
+    """Let steps behind the schedule's last one, from 0, have its rate. Torchtitan's formulas are not for these: they
+    decay on to a rate under 0, or rise again."""
+    for scheduler in lr_schedulers:
+        assert isinstance(scheduler, LambdaLR)  # torchtitan builds no other
+        scheduler.lr_lambdas = [partial(_held, factor, last) for factor in scheduler.lr_lambdas]
+
+
+def _held(factor: Callable[[int], float], last: int, step: int) -> float:
+    return factor(min(step, last))
