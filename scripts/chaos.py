@@ -9,8 +9,8 @@
     python scripts/chaos.py soak                              an hour of faults, and nothing grows
     python scripts/chaos.py ray                               ranks, servers, supervisors and nodes of Ray die
 
-docs/reliability.md and docs/ray.md say what is promised. Each part ends with exit status 0 and a table, or 1 and what
-did not hold. The faults are drawn from --seed. Needs the test packages: pip install -e '.[test]'. Linux only.
+docs/reliability.md says what is promised. Each part ends with exit status 0 and a table, or 1 and what did not hold.
+The faults are drawn from --seed. Needs the test packages: pip install -e '.[test]'. Linux only.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def main() -> int:
     signal.alarm(args.limit_s)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from chaos.processes import Broken
-    from chaos.report import DOCS, RAY_DOCS, show, write
+    from chaos.report import show, write
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
@@ -154,7 +154,7 @@ def main() -> int:
     for line in part.wrong:
         print(f"FAIL  {line}", file=sys.stderr)
     if args.docs:
-        write(rows, RAY_DOCS if args.part == "ray" else DOCS)
+        write(rows)
     return 1 if part.wrong else 0
 
 

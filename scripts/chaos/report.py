@@ -1,4 +1,4 @@
-"""The tables of docs/reliability.md and docs/ray.md, between two comments. Rows come from runs of the campaign only."""
+"""The table of docs/reliability.md, between two comments. Rows come from runs of the campaign only."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chaos import ROOT
 
-DOCS, RAY_DOCS = ROOT / "docs" / "reliability.md", ROOT / "docs" / "ray.md"
+DOCS = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- table: written by scripts/chaos.py -->", "<!-- end of the table -->"
 COLUMNS = ["part", "fault", "tries", "survived", "noticed, s", "recovered, s", "lost"]
 

@@ -20,7 +20,7 @@ FROM_CHECKPOINT = {
     "model.weights": "weights come from the checkpoint",
     "debug.seed": "order of the data and random states come from the checkpoint, answers are sampled by the new seed",
 }
-"""Keys whose old value stays in force, in whole or in part, and why. docs/checkpoints.md has them as a table."""
+"""Keys whose old value stays in force, in whole or in part, and why. docs/checkpoints.md lists them, too."""
 
 
 def read_run_config(step: Path) -> dict[str, Any]:

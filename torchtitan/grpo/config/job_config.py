@@ -81,13 +81,13 @@ class HeldOutSet:
     prompts: Annotated[int, Range(at_least=1, at_most=2**20)] = 0
     """Its prompts: the first of its rows, or all if there are fewer."""
     samples_per_prompt: Annotated[int, Range(at_least=1, at_most=2**16)] = 0
-    """Sampled answers per prompt, for pass@k, majority@k and mean reward."""
+    """Sampled answers per prompt."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="greedy answers are measured too")] = 0.0
-    """Temperature of the sampled answers."""
+    """Their temperature."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 0.0
-    """Sampled answers keep the most likely tokens that have this probability together."""
+    """Their top-p."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 0
-    """Longest answer. It may exceed what training samples."""
+    """Longest answer; it may exceed what training samples."""
     functions: list[str] = field(default_factory=list)
     """Those of `[reward] functions` that score its answers. Empty: those of the source with its name, else all."""
     environment: str = ""
@@ -119,9 +119,9 @@ class Validation:
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="greedy answers are measured too")] = 1.0
     """Temperature of the sampled answers."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Sampled answers keep the most likely tokens that have this probability together."""
+    """Top-p of the sampled answers."""
     sets: list[HeldOutSet] = field(default_factory=list)
-    """Several held-out sets, as `[[validation.sets]]` tables. Empty: one for each source of the training data."""
+    """Held-out sets, as `[[validation.sets]]` tables. Empty: one for each training source."""
 
 
 @dataclass
@@ -129,29 +129,29 @@ class Grpo:
     prompts_per_step: Annotated[int, Range(at_least=1, at_most=2**20)] = 32
     """Groups in one step's batch."""
     group_size: Annotated[int, Range(at_least=2, at_most=2**16, why="an advantage compares a group's answers")] = 8
-    """Answers sampled per prompt, which advantages compare."""
+    """Answers per prompt, which advantages compare."""
     minibatches: Annotated[int, Range(at_least=1)] = 1
-    """Optimizer steps per batch of rollouts. Above 1, old log-probabilities are computed before the first, unless
+    """Optimizer steps per batch of rollouts. Above 1, old log-probabilities are computed first, unless
     `proximal_logprobs` is `sampler`."""
     advantage_baseline: Literal["mean", "leave_one_out"] | ImportPath = "mean"
-    """What a reward is compared with: the group's mean (GRPO), the mean of the other answers (RLOO), or a function of
-    your own (docs/from_python.md)."""
+    """What a reward is compared with: the group's mean (GRPO), that of the other answers (RLOO), or your function
+    (docs/from_python.md)."""
     advantage_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO). Dr. GRPO sets false."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
-    """Groups of equal rewards, before any KL is subtracted. `keep` counts their tokens in the loss's mean, `drop`
-    leaves them out, `replace` samples other prompts (DAPO), up to four times a step's groups."""
+    """Groups of equal rewards, after a length penalty and before any KL. `keep` counts their tokens in the loss's mean,
+    `drop` leaves them out, `replace` samples other prompts (DAPO), up to four times a step's groups."""
     oversampling: Annotated[float, Range(at_least=0)] = 0.0
     """Extra groups in flight, as a share of `prompts_per_step`. A step takes the first to finish; the rest serve the
     next step if young enough, or are cancelled."""
     policy_loss: Literal["ppo", "gspo", "cispo"] | ImportPath = "ppo"
     """Clipped token ratio (PPO, GRPO, DAPO), clipped sequence ratio (GSPO), clipped weights with all gradients kept
-    (CISPO), or a function of your own (docs/from_python.md)."""
+    (CISPO), or your function (docs/from_python.md)."""
     ratio_clip_min: Annotated[float, Range(above=0, at_most=1, why="ratios are held above 1 - ratio_clip_min")] = 0.2
-    """Ratios stay above 1 - ratio_clip_min. GSPO's paper uses about 3e-4 on both sides; 1.0 leaves the lower side open,
-    as CISPO does."""
+    """Ratios stay above 1 minus this. GSPO's paper uses about 3e-4 on both sides; 1.0 leaves this side open, as CISPO
+    does."""
     ratio_clip_max: Annotated[float, Range(above=0, why="ratios are held below 1 + ratio_clip_max")] = 0.2
-    """Ratios stay below 1 + ratio_clip_max. DAPO's clip-higher uses 0.28."""
+    """Ratios stay below 1 plus this. DAPO's clip-higher uses 0.28."""
     ratio_clip_c: Annotated[float, Range(at_least=0), Needs("grpo.policy_loss", "ppo")] = 0.0
     """Dual-clip bound for negative advantages: above 1, usually 3. 0: off."""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
@@ -161,26 +161,26 @@ class Grpo:
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], Needs("grpo.kl_coef")] = "k3"
     """Schulman's estimators of KL(policy || reference). `k3` is unbiased and never negative."""
     kl_placement: Annotated[Literal["loss", "reward"], Needs("grpo.kl_coef")] = "loss"
-    """Where the KL enters: added to each token's loss, or summed over the answer and subtracted from the reward."""
+    """Add the KL to each token's loss, or subtract its sum over the answer from the reward."""
     proximal_logprobs: Literal["recompute", "sampler"] = "recompute"
-    """Denominator of the clipped ratio. `recompute`: the trainer's policy at the start of the step, with importance
-    weights for the sampler (decoupled PPO). `sampler`: the sampler's own probabilities."""
+    """Denominator of the clipped ratio: the trainer's policy at the start of the step, with importance weights for the
+    sampler (decoupled PPO), or the sampler's own probabilities."""
     importance_correction: Literal["none", "truncate", "mask"] = "truncate"
     """Where the sampler's probabilities differ: truncate importance weights, or mask those out of bounds."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance weight of a token: its own ratio, or the product over the sequence."""
     importance_min: Annotated[float, Range(at_least=0)] = 0.0
-    """Lower bound of the weight. `truncate` clamps to it, `mask` drops what is below."""
+    """Lower bound of the weight: `truncate` clamps to it, `mask` drops what is below."""
     importance_max: Annotated[float, Range(above=0)] = 2.0
-    """Upper bound of the weight. `truncate` clamps to it, `mask` drops what is above."""
+    """Upper bound of the weight, likewise."""
     score_centering: Annotated[int, Range(at_least=0, at_most=128)] = 0
     """K: take from each token's gradient its mean under the sampler, over the sampler's K likeliest tokens and all
-    others as one (arXiv 2609.20807, docs/async.md). 0: off. vLLM names up to 20, its `--max-logprobs`."""
+    others as one (arXiv 2609.20807, docs/async.md). vLLM names up to 20, its `--max-logprobs`. 0: off."""
     routing_replay: bool = False
-    """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
-    2510.11370). Servers must tell them: docs/routing_replay.md."""
+    """For mixtures of experts: train each token through the experts that the sampler chose (R3, arXiv 2510.11370).
+    Servers must tell them (docs/routing_replay.md)."""
     entropy_coef: Annotated[float, Range(at_least=0)] = 0.0
-    """Weight of the entropy bonus, subtracted from the loss. 0 computes no entropy gradient."""
+    """Weight of the entropy bonus, subtracted from the loss."""
     overlong_filter: bool = False
     """Leave answers that hit the length limit out of the loss (DAPO)."""
     overlong_buffer_tokens: Annotated[int, Range(at_least=0)] = 0
@@ -196,10 +196,10 @@ class AsyncGrpo:
     max_trajectory_age_steps: Annotated[
         int, Range(at_least=1, why="0 is what sync mode has"), Needs("async_grpo.enabled")
     ] = 1
-    """Largest age of a trained token, in weight versions behind the trainer."""
+    """Largest age of a trained token, in weight versions."""
     run_ahead: Annotated[Literal["auto", "full"], Needs("async_grpo.enabled")] = "auto"
-    """How far ahead to sample within the age limit. `auto`: as far as keeps the trainer busy and lets long answers be
-    in time. `full`: as far as the limit allows."""
+    """How far ahead to sample. `full`: up to the age limit. `auto`: as far as keeps the trainer busy and long answers
+    in time."""
     in_flight_weight_updates: bool = True
     """Update weights in the middle of answers. False lets running answers finish first."""
     recompute_kv_cache_after_weight_updates: Annotated[
@@ -229,19 +229,18 @@ class Rollout:
     engine: Annotated[str, tuple(COMMANDS)] = "embedded"
     """Inference server (docs/engines.md). `embedded` is a small one of this project, for CPUs."""
     replicas: Annotated[int, Range(at_least=0, at_most=256)] = 0
-    """Servers that the run starts and keeps alive, instead of `urls` (docs/servers.md). 0: those of `urls`; with
-    `embedded` and no `urls` 1."""
+    """Servers that the run starts and keeps alive, instead of `urls` (docs/servers.md). 0: `urls`; with `embedded` and
+    no `urls` 1."""
     colocate: bool = False
-    """The run starts a vLLM or embedded server on the GPU of each trainer process, on one machine
-    (docs/colocate.md)."""
+    """Start a vLLM or embedded server on the GPU of each trainer process, on one machine (docs/colocate.md)."""
     memory_share: Annotated[float, Range(above=0, below=1), Needs("rollout.colocate")] = 0.3
     """The server's share of the GPU's memory (vLLM's `--gpu-memory-utilization`). The trainer is held to the rest."""
     sleep_while_training: Annotated[bool, Needs("rollout.colocate")] = False
-    """The server gives up its memory while the trainer trains. For sync runs of all weights (docs/colocate.md)."""
+    """The server gives up its memory while the trainer trains. For sync runs of all weights."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64), Needs("rollout.replicas"), _OTHER_ENGINE] = 1
-    """GPUs of each server, which splits the model over them (tensor parallelism)."""
+    """GPUs of each server (tensor parallelism)."""
     server_python: Annotated[str, Needs("rollout.replicas"), _OTHER_ENGINE] = ""
-    """The Python that has the engine. Empty: that of VLLM_PYTHON or SGLANG_PYTHON; else, on a CPU, that of
+    """The Python that has the engine. Empty: VLLM_PYTHON or SGLANG_PYTHON; else, on a CPU, that of
     scripts/install_vllm_cpu.sh or install_sglang_cpu.sh; else the trainer's."""
     server_flags: Annotated[list[str], Needs("rollout.replicas")] = field(default_factory=list)
     """Further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
@@ -261,8 +260,7 @@ class Rollout:
     """Sample from so many of the most likely tokens, 2 or more, and train on probabilities among these (DeepSeek-V3.2,
     arXiv 2512.02556). Held-out answers have it too. Servers must tell the kept tokens: docs/engines.md. 0: all."""
     top_p: Annotated[float, Range(above=0, at_most=1), Needs("rollout.top_k", why=_TOP_K)] = 1.0
-    """Of these, keep the most likely ones that have this probability together. Held-out answers have [validation]
-    top_p."""
+    """Top-p among the tokens of `top_k`. Held-out answers have `validation.top_p`."""
     min_p: Annotated[float, Range(at_least=0, below=1), Needs("rollout.top_k", why=_TOP_K)] = 0.0
     """Keep tokens of at least this share of the most likely one's probability, in held-out answers too."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 512
@@ -272,38 +270,36 @@ class Rollout:
     stop: list[str] = field(default_factory=list)
     """Texts that end an answer, such as `</answer>`. The answer keeps the token that completes one."""
     record_gib: Annotated[float, Range(at_least=0, at_most=1e6)] = 0.0
-    """Keep what each step is trained on (docs/replay.md): up to this many GiB of files, oldest removed first. 0:
-    nothing."""
+    """Keep what each step is trained on (docs/replay.md), in up to this many GiB of files, oldest removed first.
+    0: nothing."""
     environment: str = ""
     """Multi-turn rollouts (docs/environments.md): `verifiers:NAME`, `openenv:URL`, or your own `module:function` or
     `module:Class`. `endpoint`: a harness outside plays them. Empty: one answer per prompt."""
     environment_args: Annotated[dict, Needs("rollout.environment")] = field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of `environment`."""
     environment_concurrency: Annotated[int, Range(at_least=0)] = 0
-    """Groups, or samples if it works on each by itself, that it works on at once; 0: as many as are asked."""
+    """Groups that the environment works on at once, or samples if it plays each by itself. 0: all that are asked."""
     serve_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
     """Port of the run's OpenAI-compatible endpoint (docs/endpoint.md). 0: none."""
     serve_host: Annotated[str, Needs("rollout.serve_port")] = "127.0.0.1"
-    """Its address. Beyond this machine, as with `0.0.0.0`, it needs `serve_key_env`."""
+    """Address of the endpoint. Beyond this machine, as with `0.0.0.0`, it needs `serve_key_env`."""
     serve_key_env: Annotated[str, Needs("rollout.serve_port")] = ""
-    """Environment variable with the API key that it asks for."""
+    """Environment variable with the API key that the endpoint asks for."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
-    """Seed each request from `debug.seed`, so that answers repeat; vLLM is slower with seeds. `auto` leaves them out
-    for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
+    """Seed each request from `debug.seed`, so that answers repeat; vLLM is slower with seeds. `auto`: not for vLLM and
+    SGLang with `[async_grpo]`."""
     max_concurrent_requests: Annotated[int, Range(at_least=0)] = 0
-    """Requests in flight per server, each for a group or for one turn of an environment; 0: 256 groups, or 512 turns
+    """Requests in flight per server, each for a group or an environment's turn. 0: 256 groups, or 512 turns
     (docs/performance.md)."""
     processes: Annotated[int, Range(at_least=0, at_most=64)] = 0
-    """Processes that share requests, rewards and tokens of rollouts (docs/processes.md). 0: one for every 32
-    servers."""
+    """Processes that share the work of rollouts (docs/processes.md). 0: one for every 32 servers."""
     request_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 600.0
     """Longest wait for one request, and for a teacher's scores of a group (docs/distillation.md)."""
     group_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1200.0
     """Longest time from a group's first request to its rewards, and longest outage of an environment or of rewards. A
     late training group is replaced by another prompt; a late held-out prompt ends the run."""
     start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait for a server to be healthy, at the start and after each restart with `replicas`. With `ray.enable`
-    also for room in the cluster."""
+    """Longest wait for a server to be healthy, at each start. With `ray.enable` also for room in the cluster."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
     """Largest mean |trainer - sampler| log-probability of a server, over tokens of the trained version
     (docs/metrics.md). Above it the server is fed again, or the run stops if there is no other."""
@@ -320,15 +316,14 @@ class WeightSync:
     """How weights reach the servers (docs/weight_sync.md). `auto`: nccl on CUDA; gloo on CPU or to a server on rank 0's
     GPU; ipc with `rollout.colocate`, and nccl to servers on other ranks' GPUs; disk for adapters to SGLang."""
     disk_folder: Annotated[str, Needs("weight_sync.transport", "disk")] = ""
-    """Where the run makes a folder for the newest version, at one path for trainer and servers; runs may share it.
-    Empty: /dev/shm, for servers on this machine."""
+    """Folder for the newest version, at one path for trainer and servers; runs may share it. Empty: /dev/shm, for
+    servers on this machine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of published weights. `auto` is the servers' own: bfloat16 on CUDA, float32 on CPU."""
     async_weight_update: bool = False
     """Send weights in the background (docs/weight_sync.md). False waits in each step for every server."""
     straggler_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1.0
-    """How long one server may delay the others in a push. Then it leaves traffic, and catches up alone from a copy in
-    host memory."""
+    """How long one server may delay the others in a push. Then it leaves traffic, and catches up alone."""
     num_snapshots: Annotated[int, Range(at_least=1, at_most=2)] = 2
     """With `async_weight_update`, copies of a rank's shards, of 2 bytes a parameter in bfloat16. With 1, a publish
     waits while a version is being sent."""
@@ -336,7 +331,7 @@ class WeightSync:
     """Share of device memory for the two buckets in flight, of a GiB each at most; a larger tensor gets one of its own.
     With several trainer ranks, rank 0 gathers into one more."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait for one phase of a publish. The error names server, phase, version and bytes."""
+    """Longest wait for one phase of a publish."""
     verify: bool = True
     """Checksum every bucket at both ends, and refuse an update that differs."""
 
@@ -350,21 +345,20 @@ class Lora:
     alpha: Annotated[float, Range(above=0), Needs("lora.enable")] = 32.0
     """The update is `alpha / rank` times the product of the two matrices."""
     target_modules: Annotated[list[str], Needs("lora.enable")] = field(default_factory=lambda: ["all-linear"])
-    """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear`: every linear layer of the blocks."""
+    """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear`: all of the blocks."""
     merge: Annotated[
         bool,
         Needs("lora.enable"),
         Needs("checkpoint.enable"),
         Needs("checkpoint.export_hf", why="the merged model is an export"),
     ] = False
-    """Also export the whole model as `step-N/hf`, with adapters merged in float32, then cast to
-    `checkpoint.export_dtype`. It has the base's size."""
+    """Also export the whole model as `step-N/hf`, with adapters merged in float32."""
 
 
 @dataclass
 class Offload:
     offload_optimizer_states_for_logprob: bool = False
-    """Keep the optimizer state in pinned host memory while old and reference log-probabilities are computed."""
+    """Keep the optimizer state in pinned host memory during old and reference log-probabilities."""
     optimizer_states: Literal["device", "host"] = "device"
     """`host` keeps the optimizer state in pinned memory and streams it through the device each step: 8 bytes each way
     per parameter in float32."""
@@ -381,8 +375,8 @@ class Data:
     source_args: Annotated[dict, _read_by("source_args")] = field(default_factory=dict)
     """Arguments for the source (docs/data.md), as in `{ max = 39 }` for `arithmetic`."""
     path: Annotated[str, _read_by("path")] = ""
-    """JSONL file. With `source = "hf"`: dataset folder, or its id on the hub, as in `openai/gsm8k` or, with a revision,
-    `openai/gsm8k@main`."""
+    """JSONL file, or with `source = "hf"` a dataset folder or its id on the hub: `openai/gsm8k`, or `openai/gsm8k@main`
+    with a revision."""
     subset: Annotated[str, _read_by("subset")] = ""
     """Configuration name of a Hugging Face dataset (GSM8K: `main`)."""
     split: Annotated[str, _read_by("split")] = "train"
@@ -411,20 +405,20 @@ class Data:
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template. False sends plain text."""
     chat_template_file: Annotated[str, Needs("data.chat_template")] = ""
-    """Jinja file in place of the tokenizer's chat template, in exports too. Empty: the tokenizer's own."""
+    """Jinja file in place of the tokenizer's chat template, in exports too."""
     chat_template_kwargs: Annotated[dict, Needs("data.chat_template")] = field(default_factory=dict)
     """What the chat template gets besides the messages. `{ enable_thinking = false }` turns off Qwen3's thinking."""
     shuffle: bool = True
     """Shuffle each epoch differently, by `debug.seed`."""
     max_prompt_tokens: Annotated[int, Range(at_least=1)] = 512
-    """Longest prompt; longer rows are left out, and the log says how many. `sft_train.py` limits prompt and answer
-    together, by `training.seq_len`."""
+    """Longest prompt; longer rows are left out. `sft_train.py` limits prompt and answer together, by
+    `training.seq_len`."""
     curriculum: str = ""
     """`module:function` that says whether to ask a prompt now. It gets the prompt and its last mean reward, or None."""
     reward_column: str = ""
-    """Column that names a row's own reward functions: one name or a list, all of them in `[reward] functions`."""
+    """Column that names a row's own reward functions, one or a list, all of them in `[reward] functions`."""
     mixture: list[MixtureSource] = field(default_factory=list)
-    """Several sources with weights, as `[[data.mixture]]` tables. Empty: [data] is the only source."""
+    """Sources with weights, as `[[data.mixture]]` tables. Empty: [data] alone."""
 
     @property
     def tasks(self) -> list[str]:
@@ -446,16 +440,16 @@ class Reward:
     weights: list[float] = field(default_factory=list)
     """One weight per function. Empty: 1 each."""
     answer_pattern: str = ""
-    """Regular expression whose one group, in its last match, is the final answer for built-in functions (e.g. `####
-    (.+)`). Empty: the whole text."""
+    """Regular expression whose one group, in its last match, is the final answer for built-in functions (`#### (.+)`).
+    Empty: the whole text."""
     workers: Annotated[int, Range(at_least=1, at_most=1024)] = 2
     """Worker processes that score answers. `exact_match` alone, without a pattern, needs none."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 10.0
-    """Longest time for one function on one answer, after which the score has failed. A function of a whole group has as
-    much for each answer."""
+    """Longest time for one function on one answer, after which the score has failed. A group's function has as much for
+    each answer."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
-    """Largest share of a step's or validation's answers on which a reward function or the environment failed, before
-    the run ends. In training an outage may last for `rollout.group_timeout_seconds` first."""
+    """Largest share of a step's or validation's answers whose scores or environment failed, before the run ends. In
+    training an outage may last `rollout.group_timeout_seconds` first."""
     secrets: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY, TOKEN,
     SECRET, PASSWORD or the like are kept from worker processes."""
@@ -465,20 +459,20 @@ class Reward:
 class Distill:
     teacher_urls: list[str] = field(default_factory=list)
     """Servers of a teacher that scores each sampled token (docs/distillation.md). `name=http://host:port` is for the
-    `[[data.mixture]]` source with that name, others are for all further prompts. Empty: off."""
+    `[[data.mixture]]` source of that name, others are for all further prompts. Empty: off."""
     engine: Annotated[str, tuple(COMMANDS), Needs("distill.teacher_urls")] = "embedded"
     """What the teachers' servers are. `vllm` and `sglang` need `rollout.temperature` 1; `embedded` scores at any."""
     mode: Annotated[Literal["only", "add"], Needs("distill.teacher_urls")] = "only"
-    """`only`: the teacher's term alone is trained on; `reward.functions` may be empty. `add`: it is added to the
-    advantage of the reward, or to the loss."""
+    """`only`: train on the teacher's term alone; `reward.functions` may be empty. `add`: add it to the reward's
+    advantage, or to the loss."""
     coef: Annotated[
         float, Range(above=0, why="leave teacher_urls out for no teacher"), Needs("distill.teacher_urls")
     ] = 1.0
-    """Weight of the teacher's term. Without `top_k` that is an advantage: the token's log-probability by the teacher
-    less that by the sampler."""
+    """Weight of the teacher's term: without `top_k` an advantage, the token's log-probability by the teacher less that
+    by the sampler."""
     top_k: Annotated[int, Range(at_least=0, at_most=128), Needs("distill.teacher_urls")] = 0
-    """0: an advantage of the sampled token. K: a loss instead, the forward KL divergence over the teacher's K likeliest
-    tokens and all others as one. vLLM gives up to 20, its `--max-logprobs`."""
+    """0: an advantage of the sampled token. K: a loss, the forward KL divergence over the teacher's K likeliest tokens
+    and all others as one. vLLM gives up to 20, its `--max-logprobs`."""
     api_key_env: Annotated[str, Needs("distill.teacher_urls")] = ""
     """Environment variable that holds the API key of the teachers' servers."""
 
@@ -503,21 +497,20 @@ class Ray:
     """Run every trainer process as a Ray actor: start the script once, without torchrun (docs/ray.md). Needs the `ray`
     package."""
     address: str = ""
-    """Cluster to join: `auto` or `host:port`. Empty starts one on this machine's loopback address, which ends with the
-    run."""
+    """Cluster to join: `auto` or `host:port`. Empty: one on this machine's loopback address, for this run."""
     ranks: Annotated[int, Range(at_least=0, at_most=65536)] = 0
     """Trainer processes. 0: one for each GPU that no server of `rollout.replicas` takes. Without GPUs they train on
     CPUs."""
     cpus_per_rank: Annotated[int, Range(at_least=1, at_most=1024)] = 1
     """Cores that Ray reserves for each rank, and OMP_NUM_THREADS unless it is set where you start."""
     dispatch: Literal["loop", "compiled", "remote"] = "loop"
-    """Who calls each step. `loop`: each rank runs the whole loop, as under torchrun. `compiled` and `remote`: the
-    driver, through one Compiled Graph on each node or by remote calls."""
+    """Who calls each step: each rank, as under torchrun (`loop`), or the driver, through one Compiled Graph on each
+    node or by remote calls."""
     expose_servers: Annotated[bool, Needs("ray.enable"), Needs("rollout.replicas")] = False
     """Let servers of `rollout.replicas` be on other nodes than rank 0's, at their node's address. Whoever reaches one
     can replace its weights: name a key in `rollout.api_key_env`."""
     max_restarts: Annotated[int, Range(at_least=0, at_most=1000)] = 3
-    """Times that a run whose rank failed, died or hung is started again, from its newest checkpoint; never with
+    """Times that a run whose rank failed, died or hung starts again from its newest checkpoint; never with
     `[checkpoint] enable = false`."""
 
 

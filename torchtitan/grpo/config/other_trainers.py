@@ -41,7 +41,7 @@ TRL = {
     "attn_implementation": 'training.flash_attention: "FA2" or "FA4"',
     "beta": "grpo.kl_coef",
     "bf16": 'training.mixed_precision_param: "bfloat16"',
-    "cast_lm_head_to_fp32": 'training.logits_dtype: "float32" for true; float32 by default',
+    "cast_lm_head_to_fp32": 'training.logits_dtype: "float32" for true',
     "data_seed": "debug.seed",
     "dataset_config": "data.subset",
     "dataset_name": "data.path",
@@ -78,8 +78,8 @@ TRL = {
     "max_prompt_length": "data.max_prompt_tokens",
     "max_steps": "training.steps",
     "metric_for_best_model": 'checkpoint.keep_best: as in "validation/greedy_reward"',
-    "model": "model.hf_assets_path: a folder or an id of the hub",
-    "model_name_or_path": "model.hf_assets_path: a folder or an id of the hub",
+    "model": "model.hf_assets_path: a folder or hub id",
+    "model_name_or_path": "model.hf_assets_path: a folder or hub id",
     "model_revision": "model.hf_assets_path: owner/name@revision",
     "num_completions_to_print": "metrics.samples_per_step",
     "num_generations": "grpo.group_size",
@@ -181,7 +181,7 @@ VERL = {
     "ppo_epochs": _ONCE,
     "ppo_max_token_len_per_gpu": "training.tokens_per_microbatch",
     "ppo_micro_batch_size_per_gpu": _PACKED,
-    "ppo_mini_batch_size": "grpo.minibatches: their number, train_batch_size / ppo_mini_batch_size",
+    "ppo_mini_batch_size": "grpo.minibatches: train_batch_size / ppo_mini_batch_size",
     "project_name": _WANDB_PROJECT,
     "prompt_key": "data.prompt_column",
     "ref.fsdp_config.param_offload": 'offload.reference_weights: "host"',
@@ -241,8 +241,8 @@ PRIME_RL = {
     "eval.sampling.top_p": "validation.top_p",
     "filter_zero_advantages": 'grpo.zero_variance_groups: "drop" for true',
     "keep_last": "checkpoint.keep_latest_k",
-    "mask_ratio_high": 'grpo.importance_max: with importance_correction = "mask"',
-    "mask_ratio_low": 'grpo.importance_min: with importance_correction = "mask"',
+    "mask_ratio_high": 'grpo.importance_max: with importance_correction "mask"',
+    "mask_ratio_low": 'grpo.importance_min: with importance_correction "mask"',
     "max_async_level": "async_grpo.max_trajectory_age_steps",
     "max_completion_tokens": "rollout.max_answer_tokens",
     "max_concurrent": "rollout.max_concurrent_requests: per server",
@@ -256,7 +256,7 @@ PRIME_RL = {
     "model.cp": "parallelism.context_parallel_degree",
     "model.dp_replicate": "parallelism.data_parallel_replicate_degree",
     "model.ep": "parallelism.expert_parallel_degree",
-    "model.name": "model.hf_assets_path: a folder or an id of the hub",
+    "model.name": "model.hf_assets_path: a folder or hub id",
     "num_infer_gpus": "rollout.replicas: servers, of [rollout] gpus_per_server",
     "num_infer_replicas": "rollout.replicas",
     "num_train_gpus": _RANKS,
@@ -267,7 +267,7 @@ PRIME_RL = {
     "optim.type": "optimizer.name",
     "optim_cpu_offload": 'offload.optimizer_states: "host"',
     "output_dir": "job.dump_folder",
-    "oversampling_factor": "grpo.oversampling: the extra share, oversampling_factor - 1",
+    "oversampling_factor": "grpo.oversampling: oversampling_factor - 1",
     "resume.step": "checkpoint.load_step",
     "rollouts_per_example": "grpo.group_size",
     "scheduler.min_lr": "lr_scheduler.min_lr_factor: as a share of the rate",
@@ -292,7 +292,7 @@ NEMO_RL = {
     "gpu_memory_utilization": "rollout.memory_share: with colocate",
     "in_flight_weight_updates": "async_grpo.in_flight_weight_updates",
     "input_key": "data.prompt_column",
-    "keep_top_k": "checkpoint.keep_latest_k: the newest ones; keep_best keeps the best one too",
+    "keep_top_k": "checkpoint.keep_latest_k: the newest; keep_best keeps the best too",
     "log_dir": "job.dump_folder",
     "logprob_batch_size": ": log-probabilities are computed on the packed rows of [training] tokens_per_microbatch",
     "lora_cfg.alpha": "lora.alpha",
@@ -310,7 +310,7 @@ NEMO_RL = {
     "max_val_samples": "validation.prompts",
     "megatron_cfg.tensor_model_parallel_size": "parallelism.tensor_parallel_degree",
     "metric_name": 'checkpoint.keep_best: as in "validation/greedy_reward"',
-    "model_name": "model.hf_assets_path: a folder or an id of the hub",
+    "model_name": "model.hf_assets_path: a folder or hub id",
     "normalize_rewards": "grpo.advantage_std",
     "num_generations_per_prompt": "grpo.group_size",
     "num_nodes": _RANKS,
@@ -336,7 +336,7 @@ NEMO_RL = {
     "tensorboard_enabled": "metrics.enable_tensorboard",
     "token_level_loss": 'grpo.loss_aggregation: "token" for true, "sequence" for false',
     "train_data_path": "data.path",
-    "train_global_batch_size": "grpo.minibatches: their number, answers of a step / train_global_batch_size",
+    "train_global_batch_size": "grpo.minibatches: answers of a step / train_global_batch_size",
     "train_mb_tokens": "training.tokens_per_microbatch",
     "train_micro_batch_size": _PACKED,
     "train_split": "data.split",
@@ -358,18 +358,21 @@ NEMO_RL = {
     "wandb_enabled": "metrics.enable_wandb",
 }
 
-OTHERS = {
+OPENRLHF = {
     "actor_learning_rate": "optimizer.lr",
     "advantage_estimator": 'grpo.advantage_baseline: "leave_one_out" for "rloo"',
     "generate_max_len": "rollout.max_answer_tokens",
     "init_kl_coef": "grpo.kl_coef",
     "n_samples_per_prompt": "grpo.group_size",
-    "pretrain": "model.hf_assets_path: a folder or an id of the hub",
+    "pretrain": "model.hf_assets_path: a folder or hub id",
     "prompt_data": "data.path",
     "prompt_max_len": "data.max_prompt_tokens",
     "remote_rm_url": ": rewards are functions, see [reward] functions",
     "rollout_batch_size": "grpo.prompts_per_step",
     "vllm_num_engines": "rollout.replicas: servers, of [rollout] gpus_per_server",
+}
+
+OTHERS = {
     "checkpoint.freq": "checkpoint.interval",
     "lr": "optimizer.lr",
     "seed": "debug.seed",
@@ -377,7 +380,14 @@ OTHERS = {
     "config": "job.config_file",
 }
 
-TRAINERS = {"TRL": TRL, "verl": VERL, "prime-rl": PRIME_RL, "NeMo-RL": NEMO_RL, "OpenRLHF, others": OTHERS}
+TRAINERS = {
+    "TRL": TRL,
+    "verl": VERL,
+    "prime-rl": PRIME_RL,
+    "NeMo-RL": NEMO_RL,
+    "OpenRLHF": OPENRLHF,
+    "others": OTHERS,
+}
 NAMES = {name: entry for names in TRAINERS.values() for name, entry in names.items()}
 
 NOT_THE_POLICY = {
