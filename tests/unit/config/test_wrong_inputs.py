@@ -421,6 +421,15 @@ MODELS = {
 }
 
 DATA = {
+    "warm start: no target": wrong(
+        {"--sft.steps": "2", "--sft.target_column": "no"}, "no column 'no'", "target_column"
+    ),
+    "warm start: a target that is too long": wrong(
+        JSONL | {"--sft.steps": "20", "--sft.batch_size": "2", "--validation.no-enable": None},
+        "of the warm start have",
+        "[training] seq_len",
+        spoil=rows({"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3" * 600}),
+    ),
     "latin-1": wrong(
         JSONL,
         "rows.jsonl:1 is not JSON ('utf-8'",
@@ -618,6 +627,11 @@ ADDRESSES = {
         "both set",
         spoil=write("urls", "http://a:1"),
     ),
+    "files for another node": wrong(
+        VLLM | {"--rollout.urls": "http://10.0.0.7:1", "--weight_sync.transport": "disk"}, "10.0.0.7", "set disk_folder"
+    ),
+    "one port for two": wrong({"--rollout.serve_port": "8123", "--metrics.prometheus_port": "8123"}, "are both 8123"),
+    "a server's port": flag("--rollout.serve_port", "20005", "serve_port = 20005 is among the ports of the servers"),
     "no list": wrong(VLLM | {"--rollout.urls_file": "urls"}, '[rollout] urls_file = "urls" does not exist'),
 }
 

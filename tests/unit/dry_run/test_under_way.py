@@ -20,6 +20,7 @@ def test_a_sync_step_has_its_own_groups_under_way_and_those_of_oversampling():
         "  under way        at most 32 groups, 512 answers; one request for each group, 256 at once",
     ]
     assert "at most 40 groups, 640 answers" in lines("--grpo.oversampling", "0.25")[0]
+    assert "at most 33 groups" in lines("--grpo.oversampling", "0.001")[0], "one at least"
 
 
 def test_an_age_lets_later_steps_be_under_way_and_holds_for_so_many_answers_at_once():

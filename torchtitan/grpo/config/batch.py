@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.config.job_config import Grpo, Rollout
 from torchtitan.grpo.config.jobs import Job
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ def requests_at_once(rollout: Rollout) -> int:
     environment is one answer, whose age counts from the request on, also while it waits in the server.
     """
     return rollout.max_concurrent_requests or (512 if rollout.environment else 256)
+
+
+def surplus_groups(grpo: Grpo) -> int:
+    """Groups of `[grpo] oversampling`, at least one if it is set."""
+    return math.ceil(grpo.oversampling * grpo.prompts_per_step - 1e-6)
 
 
 def step_samples(config: JobConfig, job: Job) -> int:

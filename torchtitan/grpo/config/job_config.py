@@ -38,6 +38,7 @@ _OTHER_ENGINE = Needs(
     *(name for name, command in COMMANDS.items() if not command.bundled),
     why="an embedded one has one device and the trainer's Python",
 )
+_CORRECTS = Needs("grpo.importance_correction", "truncate", "mask")
 _QUANTIZES = Needs("rollout.engine", *(name for name, command in COMMANDS.items() if command.quantizes))
 TEMPLATE_OWN = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
 """What `chat_template_kwargs` may not name: the trainer sets it."""
@@ -167,11 +168,11 @@ class Grpo:
     sampler (decoupled PPO), or the sampler's own probabilities."""
     importance_correction: Literal["none", "truncate", "mask"] = "truncate"
     """Where the sampler's probabilities differ: truncate importance weights, or mask those out of bounds."""
-    importance_level: Literal["token", "sequence"] = "token"
+    importance_level: Annotated[Literal["token", "sequence"], _CORRECTS] = "token"
     """Importance weight of a token: its own ratio, or the product over the sequence."""
-    importance_min: Annotated[float, Range(at_least=0)] = 0.0
+    importance_min: Annotated[float, Range(at_least=0), _CORRECTS] = 0.0
     """Lower bound of the weight: `truncate` clamps to it, `mask` drops what is below."""
-    importance_max: Annotated[float, Range(above=0)] = 2.0
+    importance_max: Annotated[float, Range(above=0), _CORRECTS] = 2.0
     """Upper bound of the weight, likewise."""
     score_centering: Annotated[int, Range(at_least=0, at_most=128)] = 0
     """K: take from each token's gradient its mean under the sampler, over the sampler's K likeliest tokens and all
@@ -185,8 +186,10 @@ class Grpo:
     """Leave answers that hit the length limit out of the loss (DAPO)."""
     overlong_buffer_tokens: Annotated[int, Range(at_least=0)] = 0
     """DAPO's soft penalty: over this many tokens before the limit the reward falls linearly. 0: off."""
-    overlong_penalty: Annotated[float, Range(at_least=0, why="it is subtracted from the reward")] = 1.0
-    """Largest reduction of the reward by `overlong_buffer_tokens`."""
+    overlong_penalty: Annotated[
+        float, Range(at_least=0, why="it is subtracted from the reward"), Needs("grpo.overlong_buffer_tokens")
+    ] = 1.0
+    """Largest reduction of the reward."""
 
 
 @dataclass
@@ -200,7 +203,7 @@ class AsyncGrpo:
     run_ahead: Annotated[Literal["auto", "full"], Needs("async_grpo.enabled")] = "auto"
     """How far ahead to sample. `full`: up to the age limit. `auto`: as far as keeps the trainer busy and long answers
     in time."""
-    in_flight_weight_updates: bool = True
+    in_flight_weight_updates: Annotated[bool, Needs("async_grpo.enabled")] = True
     """Update weights in the middle of answers. False lets running answers finish first."""
     recompute_kv_cache_after_weight_updates: Annotated[
         bool, Needs("async_grpo.in_flight_weight_updates", why="else no answer is running when weights change")
@@ -286,8 +289,8 @@ class Rollout:
     serve_key_env: Annotated[str, Needs("rollout.serve_port")] = ""
     """Environment variable with the API key that the endpoint asks for."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
-    """Seed each request from `debug.seed`, so that answers repeat; vLLM is slower with seeds. `auto`: not for vLLM and
-    SGLang with `[async_grpo]`."""
+    """Seed training requests from `debug.seed`, so that answers repeat; vLLM is slower with seeds. `auto`: not for vLLM
+    and SGLang with `[async_grpo]`."""
     max_concurrent_requests: Annotated[int, Range(at_least=0)] = 0
     """Requests in flight per server, each for a group or an environment's turn. 0: 256 groups, or 512 turns
     (docs/performance.md)."""
@@ -496,20 +499,20 @@ class Ray:
     enable: Annotated[bool, Needs("debug.hang_seconds", why="a rank that hangs is ended after it")] = False
     """Run every trainer process as a Ray actor: start the script once, without torchrun (docs/ray.md). Needs the `ray`
     package."""
-    address: str = ""
+    address: Annotated[str, Needs("ray.enable")] = ""
     """Cluster to join: `auto` or `host:port`. Empty: one on this machine's loopback address, for this run."""
-    ranks: Annotated[int, Range(at_least=0, at_most=65536)] = 0
+    ranks: Annotated[int, Range(at_least=0, at_most=65536), Needs("ray.enable")] = 0
     """Trainer processes. 0: one for each GPU that no server of `rollout.replicas` takes. Without GPUs they train on
     CPUs."""
-    cpus_per_rank: Annotated[int, Range(at_least=1, at_most=1024)] = 1
+    cpus_per_rank: Annotated[int, Range(at_least=1, at_most=1024), Needs("ray.enable")] = 1
     """Cores that Ray reserves for each rank, and OMP_NUM_THREADS unless it is set where you start."""
-    dispatch: Literal["loop", "compiled", "remote"] = "loop"
+    dispatch: Annotated[Literal["loop", "compiled", "remote"], Needs("ray.enable")] = "loop"
     """Who calls each step: each rank, as under torchrun (`loop`), or the driver, through one Compiled Graph on each
     node or by remote calls."""
     expose_servers: Annotated[bool, Needs("ray.enable"), Needs("rollout.replicas")] = False
     """Let servers of `rollout.replicas` be on other nodes than rank 0's, at their node's address. Whoever reaches one
     can replace its weights: name a key in `rollout.api_key_env`."""
-    max_restarts: Annotated[int, Range(at_least=0, at_most=1000)] = 3
+    max_restarts: Annotated[int, Range(at_least=0, at_most=1000), Needs("ray.enable")] = 3
     """Times that a run whose rank failed, died or hung starts again from its newest checkpoint; never with
     `[checkpoint] enable = false`."""
 

@@ -6,13 +6,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import url_problem
-from torchtitan.grpo.process.server_commands import COMMANDS, is_loopback
+from torchtitan.grpo.process.server_commands import COMMANDS, PORTS, is_loopback
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 if TYPE_CHECKING:
@@ -149,6 +150,15 @@ def _check_endpoint(config: JobConfig) -> Iterator[str]:
             '[rollout] environment = "endpoint" is a harness that speaks to the run\'s endpoint: set serve_port, as in '
             "8100"
         )
+    ports = {"[rollout] serve_port": rollout.serve_port, "[metrics] prometheus_port": config.metrics.prometheus_port}
+    if rollout.serve_port and len(set(ports.values())) == 1:
+        yield f"{' and '.join(ports)} are both {rollout.serve_port}: change one"
+    for key, port in ports.items():
+        if rollout.replicas and port in PORTS:
+            yield (
+                f"{key} = {port} is among the ports of the servers that the run starts, {PORTS.start} to "
+                f"{PORTS.stop - 1}: set another one, or 0"
+            )
     if rollout.serve_port and not is_loopback(rollout.serve_host) and not rollout.serve_key_env:
         yield (
             f"[rollout] serve_host = {show(rollout.serve_host)} is open to other machines: name the variable of an API "
@@ -266,5 +276,14 @@ def check_weight_sync(config: JobConfig) -> Iterator[str]:
             f'[weight_sync] transport = "ipc" is not there for [rollout] engine = "{config.rollout.engine}", which '
             'maps no memory of the trainer: use "auto" or "gloo", or engine = "vllm"'
         )
+    if sync.transport == "disk" and not sync.disk_folder:
+        elsewhere = [url for url in config.rollout.urls if not is_loopback(urlsplit(url).hostname or "")]
+        if config.ray.enable and config.ray.expose_servers:
+            elsewhere.append("those of [ray] expose_servers")
+        if elsewhere:
+            yield (
+                f'[weight_sync] transport = "disk" with servers on other nodes ({elsewhere[0]}): set disk_folder to a '
+                "folder that they and rank 0 have at this path"
+            )
     if sync.disk_folder and os.path.exists(sync.disk_folder) and not os.path.isdir(sync.disk_folder):
         yield f"[weight_sync] disk_folder = {show(sync.disk_folder)} is a file: name a folder"

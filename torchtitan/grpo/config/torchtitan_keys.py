@@ -66,7 +66,7 @@ class LRScheduler:
     """Length of the schedule. Later steps keep its last rate. None: `training.steps`."""
     decay_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
     """Last share of the run, in which the rate decays. 0 keeps it constant."""
-    min_lr_factor: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
+    min_lr_factor: Annotated[float, Range(at_least=0, at_most=1), Needs("lr_scheduler.decay_ratio")] = 0.0
     """Final rate, as a share of `optimizer.lr`."""
 
 
@@ -186,6 +186,6 @@ class Debug:
     hang_seconds: Annotated[float, Range(at_least=0)] = 3600.0
     """Time without progress (a stage that begins or ends, a scored answer, a bucket of weights) until the log gets a
     report (docs/by_symptom.md). With `ray.enable` the rank then ends, and no step may take longer. 0: never."""
-    hang_exit_code: Annotated[int, Range(at_least=0, at_most=255)] = 0
+    hang_exit_code: Annotated[int, Range(at_least=0, at_most=255), Needs("debug.hang_seconds")] = 0
     """Exit status after that report, for a launcher that starts the run again; then set `hang_seconds` above
     `rollout.group_timeout_seconds`. 0 lets it go on."""

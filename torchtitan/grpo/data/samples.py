@@ -65,7 +65,7 @@ class Conversation(Prompt):
     When rows are checked, `token_ids` are those of its longest document. Later `token_ids`, text and columns are empty.
 
     Attributes:
-        documents: Usually one; see `chat.rendered`.
+        documents: Usually one; see `chat.ChatRenderer`.
     """
 
     documents: tuple[Document, ...] = ()

@@ -1,7 +1,7 @@
 """How many answers are under way at once, and whether the age leaves time for the longest one."""
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.batch import requests_at_once
+from torchtitan.grpo.config.batch import requests_at_once, surplus_groups
 from torchtitan.grpo.config.share import rollout_processes
 
 MEAN = 4
@@ -22,7 +22,7 @@ def answers_at_once(config: JobConfig) -> int:
 def under_way_lines(config: JobConfig) -> list[str]:
     """Groups, answers and requests under way at most; for in-flight updates, what the age covers."""
     grpo, rollout, ahead = config.grpo, config.rollout, config.async_grpo
-    surplus = round(grpo.oversampling * grpo.prompts_per_step)
+    surplus = surplus_groups(grpo)
     groups = (ahead.max_age + 1) * grpo.prompts_per_step + surplus
     servers = rollout.replicas or len(rollout.urls) or 1
     each = " each" if rollout.urls_file else f" on {servers}" if servers > 1 else ""

@@ -433,6 +433,11 @@ def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k not in names and not k.startswith("TORCHELASTIC_")}
 
 
+PORTS = range(20_000, 32_768)
+"""Of servers that a run starts: below those that Linux gives to outgoing connections (net.ipv4.ip_local_port_range),
+which would take them first."""
+
+
 def http_url(host: str, port: int) -> str:
     """The base address of a host (a name, or an IPv4 or IPv6 address) and a port."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from torchtitan.grpo.config.batch import surplus_groups
 from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
 from torchtitan.grpo.config.share import ALL, Share
 from torchtitan.grpo.data.load import Prompts
@@ -100,11 +101,11 @@ class RolloutStream:
         self._teachers, self._row_tokens = teachers, row_tokens
         if teachers:
             collector.to_close.append(teachers.close)
-        per_step, surplus = grpo.prompts_per_step, round(grpo.oversampling * grpo.prompts_per_step)
+        per_step, surplus = grpo.prompts_per_step, surplus_groups(grpo)
         self._buffer = StalenessBuffer(
             per_step,
             ahead.max_age,
-            (ahead.order_window or (ahead.max_age + 1) * per_step) if ahead.enabled else per_step + surplus,
+            (ahead.order_window or (ahead.max_age + 1) * per_step + surplus) if ahead.enabled else per_step + surplus,
             ahead.late_groups if ahead.enabled else "wait",
             surplus,
         )

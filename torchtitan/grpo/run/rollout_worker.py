@@ -4,6 +4,7 @@
 """
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torchtitan.grpo.config.share import ALL, Share
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.data.samples import Document, Group, Prompt
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet_mirror import FleetMirror
 from torchtitan.grpo.engines.protocol import SamplingParams
@@ -126,6 +127,14 @@ class RolloutWorker:
         """Lines about the rewards of a right, a wrong and an empty answer."""
         return trial_lines(self.config, self.rewards, self.prompts.first(2))
 
+    def check_pairs(self) -> None:
+        """Refuse a row of the warm start that has no target, or one that is too long, before anything is trained."""
+        sft, state = self.config.sft, self.prompts.state_dict()
+        passes = math.inf if self.config.data.mixture else math.ceil(len(self.prompts) / sft.batch_size)
+        for _ in range(min(sft.steps, passes)):  # all rows of one source, or all that a mixture draws
+            self._pairs(self.prompts.next(sft.batch_size))
+        self.prompts.load_state_dict(state)
+
     def start(self) -> None:
         """Check the teachers, while the servers of the run do not exist yet."""
         self.teachers = connect_teachers(self.config, self.tokenizer, self.model.vocab_size)
@@ -175,10 +184,12 @@ class RolloutWorker:
         prompts = self.prompts.next(self.config.sft.batch_size)
         if self._share.number:
             return [], [[], self._state()]
-        column, longest = self.config.sft.target_column, self.config.training.seq_len
-        documents = sft_pairs(prompts, self.config.data, column, self.tokenizer, self.model.vocab_size, longest)
-        parts = encoded(self.layout.pack(supervised_samples(documents)))
+        parts = encoded(self.layout.pack(supervised_samples(self._pairs(prompts))))
         return [len(part) for part in parts], [parts, self._state()]
+
+    def _pairs(self, prompts: list[Prompt]) -> list[Document]:
+        column, longest = self.config.sft.target_column, self.config.training.seq_len
+        return sft_pairs(prompts, self.config.data, column, self.tokenizer, self.model.vocab_size, longest)
 
     def take(self, step: int) -> tuple[Any, Files]:
         """What this step trains on: see `rollouts.Taken`, one file with the rows of each minibatch and rank, and one

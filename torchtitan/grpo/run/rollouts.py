@@ -185,7 +185,10 @@ class Rollouts(Absent):
         values = to_values(self.config), source.model_args.vocab_size, end_token_ids, routes
         count = len(self._processes.each)
         shares = [astuple(Share(number, count)) for number in range(count)]
-        return self._processes.map(lambda process, share: process.introduce("prepare", *values, share), shares)[0]
+        lines = self._processes.map(lambda process, share: process.introduce("prepare", *values, share), shares)[0]
+        if self.config.sft.steps:
+            self._first.call("check_pairs")
+        return lines
 
     def try_rewards(self) -> list[str]:
         """See `rewards.trial`. After `read_task`."""

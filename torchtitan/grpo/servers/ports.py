@@ -4,10 +4,7 @@ import socket
 import sys
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import http_url
-
-PORTS = range(20_000, 32_768)
-"""Below those that Linux gives to outgoing connections (net.ipv4.ip_local_port_range), which would take them first."""
+from torchtitan.grpo.process.server_commands import PORTS, http_url
 
 
 class ReservedPort:
