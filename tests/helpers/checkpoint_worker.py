@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 import torchtitan  # noqa: F401  the overlay's shims come first
-from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -43,6 +42,7 @@ from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
+from torchtitan.grpo.run.policy import schedulers
 
 WORKER = Path(__file__)
 TINY = dict(
@@ -103,9 +103,7 @@ class TinyTrainer:
         self.model = build_model(self.source, config, dims, torch.device("cpu"))
         self.reference = build_model(self.source, config, dims, torch.device("cpu"), trainable=False)
         self.optimizers = build_optimizers([self.model], config.optimizer, dims)
-        self.lr_schedulers = build_lr_schedulers(
-            self.optimizers, config.lr_scheduler, settings.get("training.steps", 8)
-        )
+        self.lr_schedulers = schedulers(self.optimizers, config.lr_scheduler, settings.get("training.steps", 8))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
         self.step = 0
         self.losses: list[float] = []

@@ -6,20 +6,18 @@ import pytest
 import torch
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.grpo.run.policy import _hold_at_the_end
+from torchtitan.grpo.run.policy import schedulers
 
 
 def rates(shape: str, ratio: float, floor: float, held: bool, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     config = SimpleNamespace(total_steps=10, warmup_steps=2, decay_ratio=ratio, decay_type=shape, min_lr_factor=floor)
-    schedulers = build_lr_schedulers([optimizer], config, 10)
-    if held:
-        _hold_at_the_end(schedulers, 9)
+    built = (schedulers if held else build_lr_schedulers)([optimizer], config, 10)
     found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        schedulers.step()
+        built.step()
     return found
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers
-from torchtitan.config import JobConfig
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.config import JobConfig, LRScheduler
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.host_memory.offloading import Offloading
 from torchtitan.grpo.model.lora import without_adapters
@@ -63,8 +63,7 @@ class Policy:
             load_hf_weights(self.model, source, config.model.hf_assets_path)
         self.optimizers = build_optimizers([self.model], config.optimizer, dims)
         self.finite_steps = FiniteSteps(self.optimizers, device)
-        self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
-        _hold_at_the_end(self.lr_schedulers, (config.lr_scheduler.total_steps or config.training.steps) - 1)
+        self.lr_schedulers = schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
         self.reference = None
         if config.grpo.kl_coef > 0 and not config.lora.enable:
             self.reference = build_model(source, config, dims, device, trainable=False)
@@ -127,12 +126,15 @@ class Policy:
         return rate
 
 
-def _hold_at_the_end(lr_schedulers: LRSchedulersContainer, last: int) -> None:
-    """Let steps behind the schedule's last one, from 0, have its rate. Torchtitan's formulas are not for these: they
-    decay on to a rate under 0, or rise again."""
-    for scheduler in lr_schedulers:
+def schedulers(optimizers: OptimizersContainer, lr_scheduler: LRScheduler, steps: int) -> LRSchedulersContainer:
+    """Torchtitan's, but steps behind the schedule's last one have its rate: there, its formulas decay on to a rate
+    under 0, or rise again."""
+    built = build_lr_schedulers(optimizers, lr_scheduler, steps)
+    for scheduler in built:
         assert isinstance(scheduler, LambdaLR)  # torchtitan builds no other
+        last = (lr_scheduler.total_steps or steps) - 1  # from 0
         scheduler.lr_lambdas = [partial(_held, factor, last) for factor in scheduler.lr_lambdas]
+    return built
 
 
 def _held(factor: Callable[[int], float], last: int, step: int) -> float:
