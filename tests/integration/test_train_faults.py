@@ -146,10 +146,11 @@ def test_a_run_without_a_server_ends_with_its_address_and_why(mode, number, tmp_
 
 
 def test_a_hang_is_reported_and_ends_the_run_with_the_status_that_was_asked_for(tmp_path):
-    limits = {"--debug.hang_seconds": "4", "--debug.hang_exit_code": "75"}
+    limits = {"--debug.hang_seconds": "4", "--debug.hang_exit_code": "77"}
     with run_and_server(tmp_path / "run", limits) as (run, server):
         os.kill(server, signal.SIGSTOP)  # the limits of requests and pushes are minutes
-        assert run.process.wait(60) == 75, run.log[-3000:]
+        assert run.process.wait(60) == 77, run.log[-3000:]
+        assert complete_steps(run.folder / "checkpoint")[-1:] == [line["step"] for line in steps(run.folder)][-1:]
         report = run.log[run.log.index("no progress for") :]
         assert re.search(r"no progress for \d+ s .*: in stage '(rollout|sync)' for \d+ s", report)
         for words in (r"weight sync: version \d+ published", r"http://127.0.0.1:\d+: in traffic, version \d+"):

@@ -12,7 +12,7 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from torchtitan.grpo.errors import UserError, refuse
 from torchtitan.grpo.process.stopping import run_and_exit, stop_in_time, STOPPED, Stopped
 def main():
@@ -21,6 +21,11 @@ def main():
         return refuse(UserError("[grpo] lr: unknown"))
     if ends == "killed" and rank == "1":
         os.kill(os.getpid(), 9)
+    if ends == "is done":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("waits", flush=True)
+        time.sleep(2)
+        return 0
     if ends == "fails first" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         return 75
     stop_in_time()
@@ -66,6 +71,16 @@ def test_the_exit_status_is_the_runs_and_nothing_is_said_twice(ends, flags, stat
     run = launched(tmp_path, ends, *flags)
     assert run.wait(60) == status, run.log
     assert re.fullmatch(said, run.log), run.log
+
+
+def test_a_signal_after_the_last_step_changes_nothing(tmp_path):
+    run = launched(tmp_path, "is done")
+    deadline = time.monotonic() + 60
+    while run.log.count("waits") < 2:
+        assert run.poll() is None and time.monotonic() < deadline, run.log
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(30) == 0, run.log
 
 
 def test_a_run_that_is_stopped_ends_with_its_own_status_and_a_hangup_after_nohup_does_not_stop_it(tmp_path):

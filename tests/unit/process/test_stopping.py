@@ -128,6 +128,19 @@ def test_the_last_line_of_a_stopped_run_is_what_it_has_to_say(closes_in_s):
     assert process.returncode == 75
 
 
+@pytest.mark.parametrize("closes_in_s", [0.5, 60])
+def test_closing_after_the_last_step_is_bounded_and_no_signal_makes_it_a_failure(closes_in_s):
+    body = "import time\nfrom torchtitan.grpo.process.stopping import closes_within, run_and_exit\ndef main():\n"
+    body += "    with closes_within(1.5, 'closing took too long'):\n        print('closes', flush=True)\n"
+    body += f"        time.sleep({closes_in_s})\n    return 0\n"
+    process = start(f"\n{body}run_and_exit(main)")
+    assert process.stdout.readline() == "closes\n"
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 0
+    assert ("closing took too long" in said) == ("in main" in said) == (closes_in_s == 60), said
+
+
 def test_a_process_that_loses_the_exit_is_told_again():
     """As inside `torch.save`: an exception in a callback of C++ becomes another one."""
     body = (

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.marker import Marker
+from torchtitan.grpo.commands.replay import ReplayTrainer
 from torchtitan.grpo.config.torchtitan_keys import Checkpoint
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.folder_lock import only_run_in
@@ -69,6 +71,35 @@ def test_only_a_run_that_resumes_waits_for_another(tmp_path):
     ):
         pass
     assert time.monotonic() - began < 5
+
+
+def test_two_runs_with_one_folder_of_checkpoints_are_refused(tmp_path):
+    shared = Checkpoint(folder=str(tmp_path / "shared"))
+    with (
+        own_folder(shared, tmp_path / "one"),
+        pytest.raises(UserError, match=rf"another run uses {tmp_path}/shared .*set another \[checkpoint\] folder"),
+        own_folder(shared, tmp_path / "two"),
+    ):
+        pass
+    with own_folder(shared, tmp_path / "one"), own_folder(shared, tmp_path / "two", saves=False):
+        pass  # a replay reads it
+
+
+def test_what_a_killed_save_has_left_is_removed_but_by_a_replay(tmp_path):
+    folder = tmp_path / "checkpoint"
+    for name in ("step-4.tmp", "step-2.replaced.tmp"):
+        (folder / name / "dcp").mkdir(parents=True)
+    with own_folder(Checkpoint(resume="auto"), tmp_path, saves=False):
+        assert len(list(folder.iterdir())) == 2
+    with own_folder(Checkpoint(resume="auto"), tmp_path):
+        assert [path.name for path in folder.iterdir()] == ["step-2.replaced.tmp"], "perhaps the only whole one"
+
+
+def test_a_replay_keeps_the_records_of_another_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=f"--out {tmp_path} already holds a run"):
+        ReplayTrainer(tmp_path, tmp_path, 1, JobConfig())
+    assert (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

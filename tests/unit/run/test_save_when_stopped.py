@@ -1,6 +1,8 @@
 """A run that fails saves its last whole step, once, and then ends by what failed."""
 
+import contextlib
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +40,9 @@ class Run(TinyTrainer):
         self.broadcast = Broadcaster(Progress(Ledger(torch.device("cpu"))), 10)
         self.ending = Ending(self.broadcast)
 
+    def stop(self) -> None:
+        """Nothing is waited for."""
+
     def write_checkpoint(self, last: bool) -> None:
         self.checkpointer.save(self.step, last)
 
@@ -69,6 +74,24 @@ def test_the_last_whole_step_is_saved_once_whether_its_save_is_done_under_way_or
         run.train_until(2, error)
     assert raised.value is error and not is_disk_full(error)
     assert written == complete_steps(run.checkpointer.folder) == [2] and run.step == 2
+
+
+def test_an_error_after_the_signal_costs_a_run_of_one_rank_no_step(tmp_path, monkeypatch):
+    asks = []
+    monkeypatch.setattr(
+        "torchtitan.grpo.run.save_when_stopped.asks_first", lambda ask: contextlib.nullcontext(asks.append(ask))
+    )
+    run = Run(tmp_path, interval=100)
+
+    def asked(step: int) -> None:
+        TinyTrainer.train_step(run)
+        if step == 2:
+            assert asks[0](signal.SIGTERM)
+
+    monkeypatch.setattr(run, "train_step", lambda: asked(run.step + 1))
+    with pytest.raises(RuntimeError, match="of the loss"):
+        run.train_until(3, RuntimeError("of the loss"))
+    assert complete_steps(tmp_path / "checkpoint") == [3]
 
 
 def test_a_save_under_way_that_fails_is_made_again(tmp_path):

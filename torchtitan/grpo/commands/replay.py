@@ -30,6 +30,7 @@ from torchtitan.grpo.rollouts.replay import Replay
 from torchtitan.grpo.run.packed import Packed
 from torchtitan.grpo.run.rollout_worker import Model, RolloutWorker
 from torchtitan.grpo.run.rollouts import Absent, Taken
+from torchtitan.grpo.run.run_folder import has_steps
 from torchtitan.tools.logging import logger
 
 
@@ -89,6 +90,8 @@ class ReplayTrainer(grpo_train.Trainer):
     """
 
     def __init__(self, run: Path, out: Path | None, after: int, config: JobConfig) -> None:
+        if out is not None and has_steps(out):
+            raise UserError(f"--out {out} already holds a run, whose metrics would be lost: name another folder")
         self.replay = Replay(run, after)
         if config.training.steps <= after:
             raise UserError(

@@ -20,11 +20,12 @@ _POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def only_run_in(dump_folder: str | Path, wait_s: float = 0.0) -> Iterator[None]:
+def only_run_in(dump_folder: str | Path, wait_s: float = 0.0, key: str = "[job] dump_folder") -> Iterator[None]:
     """Hold the folder's lock. The kernel releases it when the process ends, however that happens.
 
     Args:
         wait_s: How long to wait for a run that holds it.
+        key: What names the folder, in messages.
 
     Raises:
         UserError: Another run holds it, or the folder cannot be written.
@@ -34,10 +35,10 @@ def only_run_in(dump_folder: str | Path, wait_s: float = 0.0) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error}): change [job] dump_folder") from error
+        raise UserError(f"{folder} cannot be written ({error}): change {key}") from error
     with file:  # no program that this one starts inherits it
         os.register_at_fork(after_in_child=file.close)  # nor does a fork, which may outlive this process
-        _lock(file, folder, wait_s)
+        _lock(file, folder, wait_s, key)
         with contextlib.suppress(OSError):  # a full disk: only the holder's name is lost
             file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -46,7 +47,7 @@ def only_run_in(dump_folder: str | Path, wait_s: float = 0.0) -> Iterator[None]:
         yield
 
 
-def _lock(file: TextIO, folder: Path, wait_s: float) -> None:
+def _lock(file: TextIO, folder: Path, wait_s: float, key: str) -> None:
     deadline = time.monotonic() + wait_s
     warned = False
     while True:
@@ -58,7 +59,7 @@ def _lock(file: TextIO, folder: Path, wait_s: float) -> None:
             if time.monotonic() > deadline:
                 waited = f" and has not ended within {wait_s:g} s" if wait_s else ""
                 raise UserError(
-                    f"another run uses {folder} ({holder}){waited}: stop it, or set another [job] dump_folder"
+                    f"another run uses {folder} ({holder}){waited}: stop it, or set another {key}"
                 ) from error
             if not warned:
                 logger.warning(f"Another run uses {folder} ({holder}): waiting up to {wait_s:g} s for its end")

@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
     """Run the ranks of this node to their end.
 
     Returns:
-        0; the status of a run that was stopped or refused; 128 plus the number of the signal that ended the first rank
-        that failed, or this process; else that rank's status.
+        0, also if a signal came after the last step; the status of a run that was stopped or refused; 128 plus the
+        number of the signal that ended the first rank that failed, or this process; else that rank's status.
     """
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
@@ -47,18 +47,22 @@ def main(arguments: list[str]) -> int:
         except ChildFailedError as error:
             return _said(*error.get_first_failure())
         except SignalException as ended:
-            return STOPPED if _saved(Path(folder)) else 128 + ended.sigval
+            left = _left(Path(folder))
+            return STOPPED if STOPPED in left else 0 if left and set(left) == {0} else 128 + ended.sigval
         except RendezvousError as error:
             print(f"error: the nodes of the run did not meet: {error}", file=sys.stderr)
             return _FAILED
     return 0
 
 
-def _saved(folder: Path) -> bool:
-    """Whether the newest attempt was stopped and has saved, by what its ranks have left in the folder."""
-    left = [path.read_text().split() for path in folder.iterdir()]
-    newest = max((int(attempt) for attempt, _ in left), default=0)
-    return [str(newest), str(STOPPED)] in left
+def _left(folder: Path) -> list[int]:
+    """The exit statuses of the newest attempt's ranks, by what they have left in the folder; -1 for those that left
+    nothing."""
+    left = [tuple(map(int, path.name.split("-"))) for path in folder.iterdir()]
+    newest = max((attempt for attempt, *_ in left), default=0)
+    statuses = [status for attempt, _, _, status in left if attempt == newest]
+    ranks = max((ranks for _, ranks, *_ in left), default=0)
+    return statuses + [-1] * (ranks - len(statuses))
 
 
 def _said(rank: int, failure: ProcessFailure) -> int:

@@ -33,7 +33,8 @@ FAILED_S = 60.0
 STOPPED = 75
 """Exit status of a run that was asked to stop and has saved its last step. It is EX_TEMPFAIL: run it again."""
 STATUS_FOLDER = "TORCHTITAN_GRPO_STATUS_FOLDER"
-"""Environment variable of `launch`: the folder where each rank leaves the attempt and its exit status."""
+"""Environment variable of `launch`: the folder where each rank leaves a file that is named by the attempt, the number
+of ranks of this node, its own, and its exit status."""
 ECHO_S = 3.0
 """A signal so soon after the first is the same one: torchrun and Slurm pass on what their processes got already."""
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -49,6 +50,8 @@ _lock = threading.Lock()
 _end_at = math.inf
 _closing = _interrupting = False
 _status = 128 + signal.SIGTERM
+_owed: int | None = None
+"""The status of `stop`, whatever the main thread ends with."""
 _ask: Callable[[int], bool] | None = None
 
 
@@ -95,6 +98,29 @@ def end_within(seconds: float) -> None:
     global _closing
     _closing = True
     _exit_within(seconds)
+
+
+@contextlib.contextmanager
+def closes_within(seconds: float, words: str) -> Iterator[None]:
+    """Around closing after the last step. If it takes longer, the process ends with status 0 and these words, and with
+    the stack of every thread. A signal does not interrupt it, and leaves it less time."""
+    global _closing
+    closed, until = threading.Event(), time.monotonic() + seconds
+
+    def leave() -> None:
+        while time.monotonic() < min(until, _end_at - _LEAVE_S):
+            if closed.wait(_LEAVE_S / 2):
+                return
+        faulthandler.dump_traceback()
+        _leave(0, words)
+
+    was, _closing = _closing, True
+    threading.Thread(target=leave, name="leave", daemon=True).start()
+    try:
+        yield
+    finally:
+        closed.set()
+        _closing = was
 
 
 def _exit_within(seconds: float) -> None:
@@ -210,13 +236,19 @@ def _forget_signals() -> None:
     signal.signal(_INTERRUPT, signal.SIG_DFL)
 
 
-def stop(status: int, grace_s: float = GRACE_S - 1) -> None:
-    """End this process with `status`: in order if the main thread can within `grace_s`, and without saving.
+def stop(status: int, grace_s: float = GRACE_S - 1, saves: bool = False) -> None:
+    """End this process with `status`: in order if the main thread can within `grace_s`.
 
     For other threads than the main one. Does not return.
+
+    Args:
+        saves: A run that can be asked (`asks_first`) is asked before, and has SAVING_SHARE of that time to save.
     """
-    global _status
-    _status = status
+    global _status, _owed
+    _status = _owed = status
+    if saves and _ask is not None and not _closing and _ask(0):
+        time.sleep(SAVING_SHARE * grace_s)
+        grace_s *= 1 - SAVING_SHARE
     threading.Thread(target=_interrupt, name="interrupt", daemon=True).start()
     time.sleep(grace_s)
     os._exit(status)
@@ -245,9 +277,12 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 
 def _leave(status: int, words: str) -> NoReturn:
+    status = status if _owed is None else _owed
     if folder := os.environ.get(STATUS_FOLDER):
-        with contextlib.suppress(OSError), open(os.path.join(folder, os.environ["RANK"]), "w") as file:
-            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {status}")
+        names = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE", "RANK")
+        left = "-".join([*(os.environ[name] for name in names), str(status)])
+        with contextlib.suppress(OSError), open(os.path.join(folder, left), "w"):
+            pass  # a name needs no room on a full disk
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     print(words, end="\n" if words else "", file=sys.stderr, flush=True)

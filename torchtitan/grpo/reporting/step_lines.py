@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
+_TORN_MAX = 100
+"""Most lines at the end of a file that may be torn."""
 _WAITING_MAX = 1000
 """Most lines that wait for room on a full disk. Older ones are lost."""
 
@@ -58,10 +60,10 @@ class StepLines:
         self._write()
 
     def last(self, name: str) -> float:
-        """The newest number under a name in the whole file, 0 if there is none. A torn last line is passed over."""
+        """The newest number under a name in the whole file, 0 if there is none. Torn lines are passed over."""
         with _readable(self.path) as lines:
-            newest = deque((line for line in lines if line.endswith("\n") and f'"{name}":' in line), maxlen=1)
-        return json.loads(newest[0])[name] if newest else 0.0
+            newest = deque((line for line in lines if f'"{name}":' in line), maxlen=_TORN_MAX)
+        return next((record[name] for line in reversed(newest) if name in (record := _record(line))), 0.0)
 
     def close(self) -> None:
         self._write()
@@ -96,12 +98,13 @@ class StepLines:
             raise
 
     def _drop_from(self, axis: str, step: int) -> None:
-        """Rewrite the file without records whose `axis` is `step` or later, and without a torn last line."""
+        """Rewrite the file without records whose `axis` is `step` or later, and without lines that are none."""
         kept_path = self.path.with_name(self.path.name + ".tmp")
         dropped = 0
         with _readable(self.path) as old, kept_path.open("w", encoding="utf-8") as kept:
             for line in old:
-                if line.endswith("\n") and json.loads(line).get(axis, step - 1) < step:
+                record = _record(line) if line.endswith("\n") else {}
+                if record and record.get(axis, step - 1) < step:
                     kept.write(line)
                 else:
                     dropped += 1
@@ -119,7 +122,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with _readable(path) as lines:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [record for line in lines if line.endswith("\n") and (record := _record(line))]
+
+
+def _record(line: str) -> dict[str, Any]:
+    """Empty if the line is none, as after a loss of power."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _readable(path: Path) -> TextIO:

@@ -27,7 +27,7 @@ from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.collectives import sum_over_ranks
 from torchtitan.grpo.process.joining import store_of_this_attempt
-from torchtitan.grpo.process.stopping import FAILED_S, end_within, leave_process_groups
+from torchtitan.grpo.process.stopping import FAILED_S, closes_within, end_within, leave_process_groups
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.usage import Usage
 from torchtitan.grpo.reporting.writers import MetricsLogger
@@ -76,7 +76,11 @@ class Run:
     def __exit__(self, *error: Any) -> None:
         if error[0] is not None:
             end_within(FAILED_S)
-        self.resources.__exit__(*error)
+            self.resources.__exit__(*error)
+            return
+        words = f"all steps are trained, and closing took over {FAILED_S:g} s: see the main thread's stack"
+        with closes_within(FAILED_S, words):
+            self.resources.__exit__(*error)
 
     # ---------------------------------------------------------------------------------------------- the loop
 
@@ -194,7 +198,7 @@ class Run:
         self.tokenizer = load_tokenizer(assets, config.data.chat_template_file, vocab_size)
         self.end_token_ids = end_token_ids(self.tokenizer, assets, vocab_size)
         if self.is_rank0:
-            self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
+            self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder, saves))
             if saves:
                 check_disk(config, self.source)
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,22 +21,32 @@ _OVERLAP_S = 15.0
 
 
 @contextlib.contextmanager
-def own_folder(cfg: Checkpoint, dump_folder: str | Path) -> Iterator[None]:
-    """Hold the folder, checked. For rank 0, at the start.
+def own_folder(cfg: Checkpoint, dump_folder: str | Path, saves: bool = True) -> Iterator[None]:
+    """Hold the folder, checked, and that of checkpoints if it is elsewhere. For rank 0, at the start.
 
     A job that resumes waits for the run before it, which may still be saving. A new run does not wait: it could not use
-    that folder anyway.
+    that folder anyway. What killed saves have left is removed.
+
+    Args:
+        saves: Checkpoints are written, not only read.
 
     Raises:
         UserError: Another run uses it, or `check_folder` refuses it.
     """
-    with only_run_in(dump_folder, cfg.stop_seconds + _OVERLAP_S if cfg.resume else 0.0):
-        check_folder(cfg, dump_folder)
-        yield
+    dump, folder = Path(dump_folder).resolve(), (Path(dump_folder) / cfg.folder).resolve()
+    wait_s, saves = cfg.stop_seconds + _OVERLAP_S if cfg.resume else 0.0, saves and cfg.enable
+    with only_run_in(dump_folder, wait_s):
+        elsewhere = saves and not folder.is_relative_to(dump)
+        with only_run_in(folder, wait_s, "[checkpoint] folder") if elsewhere else contextlib.nullcontext():
+            check_folder(cfg, dump_folder, saves)
+            if saves:
+                for unfinished in folder.glob("step-*[0-9].tmp"):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+            yield
 
 
-def check_folder(cfg: Checkpoint, dump_folder: str | Path) -> None:
-    """Check that this run may begin, or go on, in its folder.
+def check_folder(cfg: Checkpoint, dump_folder: str | Path, saves: bool = True) -> None:
+    """Check that this run may begin, or go on, in its folder. `saves`: it writes checkpoints there, if it has any.
 
     An earlier run is one that has trained a step. What another has left does not count, and a new run removes it: so a
     run that failed at its start is started again by the same command.
@@ -45,7 +56,7 @@ def check_folder(cfg: Checkpoint, dump_folder: str | Path) -> None:
             resume from, or not that of `load_step`.
     """
     dump, folder = Path(dump_folder), Path(dump_folder) / cfg.folder
-    if cfg.enable:
+    if cfg.enable and saves:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
@@ -61,7 +72,7 @@ def check_folder(cfg: Checkpoint, dump_folder: str | Path) -> None:
             'or set resume = "auto", which begins a new run if there is nothing to resume'
         )
     if not cfg.resume:
-        if saved or any(_has_steps(dump / name) for name in RECORDS):
+        if saved or has_steps(dump):
             with_checkpoints = f" with checkpoints of steps {saved}" if saved else ", without a checkpoint"
             how = "continue it by --checkpoint.resume ([checkpoint] resume = true), or " if saved else ""
             raise UserError(
@@ -72,8 +83,12 @@ def check_folder(cfg: Checkpoint, dump_folder: str | Path) -> None:
             (dump / name).unlink(missing_ok=True)
 
 
+def has_steps(dump: Path) -> bool:
+    """Whether a folder has records of training steps."""
+    return any(_has_steps(dump / name) for name in RECORDS)
+
+
 def _has_steps(path: Path) -> bool:
-    """Whether a file of records has one of a training step."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return any(json.loads(line).get("step", 0) > 0 for line in lines if line.endswith("\n"))

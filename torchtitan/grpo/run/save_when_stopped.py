@@ -29,8 +29,8 @@ def save_when_stopped(run: Run) -> Iterator[None]:
     for every error.
 
     The time after a signal is bounded (`stopping.SAVING_SHARE`), and a second one ends it. Then nothing is saved: what
-    has been trained since the newest checkpoint is lost. The same holds for an error on the way, which is often another
-    rank's end; it is reported in one line.
+    has been trained since the newest checkpoint is lost. With several ranks the same holds for an error on the way,
+    which is often another rank's end; it is reported in one line.
 
     Raises:
         Stopped: With the status and the last line of the run. `stopping.STOPPED` if all that was trained is saved.
@@ -50,7 +50,8 @@ def save_when_stopped(run: Run) -> Iterator[None]:
             return False
         asked.set()
         if run.is_rank0:
-            logger.warning(f"{signal.Signals(number).name}: saving after this step. A second one ends the run at once")
+            why = f"{signal.Signals(number).name}: " if number else ""
+            logger.warning(f"{why}saving after this step. A second signal ends the run at once")
         threading.Thread(target=run.broadcast.request_stop, name="stop-request", daemon=True).start()
         return True
 
@@ -67,7 +68,7 @@ def save_when_stopped(run: Run) -> Iterator[None]:
                     failure = UserErrorOfAllRanks(stop.why) if stop.refused else stopped(1, words)
             except Exception as error:
                 first = run.ending.failure or error
-                if asked.is_set() or run.broadcast.ranks > 1:
+                if run.broadcast.ranks > 1:
                     raise first from first.__cause__
                 failure = first
             if failure is not None:

@@ -52,7 +52,8 @@ class Progress:
 
 
 class Watchdog:
-    """`[debug] hang_seconds`: without progress for so long, write what every part waits for, and perhaps exit.
+    """`[debug] hang_seconds`: without progress for so long, write what every part waits for, and perhaps exit. The last
+    step is saved if the run can still do that.
 
     A report has the stage, one line for each of `parts`, and every thread's stack. There is one for each standstill.
 
@@ -84,7 +85,7 @@ class Watchdog:
             if still_s >= self._after_s and not reported:
                 self._report(still_s)
                 if self._exit_code:
-                    stop(self._exit_code)
+                    stop(self._exit_code, saves=True)
             reported = still_s >= self._after_s
 
     def _report(self, still_s: float) -> None:
