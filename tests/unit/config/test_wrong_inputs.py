@@ -628,7 +628,9 @@ ADDRESSES = {
         spoil=write("urls", "http://a:1"),
     ),
     "files for another node": wrong(
-        VLLM | {"--rollout.urls": "http://10.0.0.7:1", "--weight_sync.transport": "disk"}, "10.0.0.7", "set disk_folder"
+        VLLM | {"--rollout.urls": "http://192.0.2.7:1", "--weight_sync.transport": "disk"},
+        "192.0.2.7",
+        "set disk_folder",
     ),
     "one port for two": wrong({"--rollout.serve_port": "8123", "--metrics.prometheus_port": "8123"}, "are both 8123"),
     "a server's port": flag("--rollout.serve_port", "20005", "serve_port = 20005 is among the ports of the servers"),

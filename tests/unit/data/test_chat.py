@@ -244,10 +244,17 @@ def test_a_template_whose_turns_end_in_no_end_token_is_warned_about(tokenizer, t
     assert not caplog.records
 
 
-@pytest.mark.parametrize("quote", ["'", '"'])
-def test_no_prompt_changes_at_midnight(tokenizer, quote):
-    day = f"{{{{ strftime_now({quote}%d %b %Y{quote}) }}}} {{% if strftime_now is defined %}}of a clock{{% endif %}} "
+@pytest.mark.parametrize("call", ["('%d %b %Y')", '("%d %b %Y")', ' ( format = "%d %b %Y" )'])
+def test_no_prompt_changes_at_midnight(tokenizer, call):
+    day = f"{{{{ strftime_now{call} }}}} {{% if strftime_now is defined %}}of a clock{{% endif %}} "
     tokenizer.chat_template = day + CHATML
     text = rendered(tokenizer, TALK[:2], tokenize=False, add_generation_prompt=True)
     assert text.startswith("26 Jul 2024 of a clock <|im_start|>system")
     assert tokenizer.chat_template == day + CHATML, "which is exported"
+
+
+def test_a_template_that_writes_the_date_in_another_way_is_a_warning(tokenizer, caplog):
+    tokenizer.chat_template = "{% set how = '%Y' %}{{ strftime_now(how) }}" + CHATML
+    for _ in range(2):
+        assert rendered(tokenizer, TALK[:2], tokenize=False).startswith("20")
+    assert caplog.text.count("prompts change at midnight") == 1

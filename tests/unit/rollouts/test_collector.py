@@ -281,16 +281,6 @@ def test_requests_are_spread_and_limited(make_collector) -> None:
     assert max(collector.rewards.open_requests) > 0  # groups were scored while others were still being sampled
 
 
-def test_servers_that_repeat_their_answers_get_all_prompts_as_one_batch(make_collector, servers) -> None:
-    """They queue what they have no place for."""
-    collector = make_collector([servers[0].url], max_concurrent_requests=2)
-    for server in collector.fleet.servers:
-        server.engine = ENGINES["embedded"]
-    collector.collect(prompts_of(5), PARAMS, "a")
-    assert {cohort[1] for _, cohort in collector.fleet.servers[0].client.asked} == {5}
-    assert in_flight(collector) == [0]
-
-
 def test_draws_of_environments_in_a_validation_follow_from_it_and_leave_no_trace(make_collector) -> None:
     drawn: list[float] = []
 

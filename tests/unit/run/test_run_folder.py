@@ -83,6 +83,13 @@ def test_two_runs_with_one_folder_of_checkpoints_are_refused(tmp_path):
         pass
     with own_folder(shared, tmp_path / "one"), own_folder(shared, tmp_path / "two", saves=False):
         pass  # a replay reads it
+    of_one = Checkpoint(folder=str(tmp_path / "one" / "checkpoint"))
+    with (
+        own_folder(Checkpoint(), tmp_path / "one"),
+        pytest.raises(UserError, match=r"another run uses .*set another \[checkpoint\] folder"),
+        own_folder(of_one, tmp_path / "two"),
+    ):
+        pass
 
 
 def test_what_a_killed_save_has_left_is_removed_but_by_a_replay(tmp_path):
@@ -92,7 +99,7 @@ def test_what_a_killed_save_has_left_is_removed_but_by_a_replay(tmp_path):
     with own_folder(Checkpoint(resume="auto"), tmp_path, saves=False):
         assert len(list(folder.iterdir())) == 2
     with own_folder(Checkpoint(resume="auto"), tmp_path):
-        assert [path.name for path in folder.iterdir()] == ["step-2.replaced.tmp"], "perhaps the only whole one"
+        assert [path.name for path in folder.glob("step-*")] == ["step-2.replaced.tmp"], "perhaps the only whole one"
 
 
 def test_a_replay_keeps_the_records_of_another_run(tmp_path):

@@ -80,6 +80,9 @@ def test_a_server_that_has_just_returned_counts_as_returning(servers, tmp_path, 
     notices.write([replace(FIRST, healthy=True)])
     servers.wait_healthy()
     assert servers.may_return("http://a:1", 0.0)
+    notices.write([replace(FIRST, url="http://d:1", healthy=True, ends=1, restarts=1)])
+    until(lambda: servers.urls == ["http://d:1"])
+    assert servers.may_return("http://a:1", 0.0), "the fleet may not have read its new address yet"
 
 
 def test_what_another_launcher_says_is_not_heard_and_its_files_stay(servers, tmp_path):

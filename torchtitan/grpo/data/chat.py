@@ -1,7 +1,9 @@
 """Conversations rendered by any chat template, with the exact places of what the assistant says."""
 
 import datetime
+import functools
 import json
+import logging
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,13 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.grpo.data.samples import Document
 from torchtitan.grpo.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 Message = dict[str, Any]
 Span = tuple[int, int]
 """[first, end) in characters."""
 
 TEMPLATE_DATE = datetime.date(2024, 7, 26)
 """What templates get that write today's date: the day that Llama 3's own takes where it finds no clock."""
-_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_TODAY = re.compile(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -140,10 +144,19 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: list[Any]
     """`apply_chat_template`, with TEMPLATE_DATE as today. Else the prompts of a run would change at midnight, and it
     could not be resumed on another day."""
     if "strftime_now" in str(tokenizer.chat_template):
-        template = tokenizer.get_chat_template(tools=tools)
-        dated = _TODAY.sub(lambda call: f"{call[1]}{TEMPLATE_DATE.strftime(call[2])}{call[1]}", template)
-        how = {"chat_template": dated, **how}
+        how = {"chat_template": _dated(tokenizer.get_chat_template(tools=tools)), **how}
     return tokenizer.apply_chat_template(messages, tools=tools, **how)
+
+
+@functools.cache
+def _dated(template: str) -> str:
+    dated = _TODAY.sub(lambda call: f"{call[1]}{TEMPLATE_DATE.strftime(call[2])}{call[1]}", template)
+    if re.search(r"strftime_now\s*\(", dated):
+        logger.warning(
+            "The chat template writes today's date, so prompts change at midnight, and the run cannot be resumed on "
+            "another day: give one with a fixed date by [data] chat_template_file"
+        )
+    return dated
 
 
 def joined_text(content: Any) -> Any:

@@ -196,7 +196,7 @@ class Fleet(FleetView):
         alone: There will never be a second server.
         resting: Between `rest` and `rise`.
         requests_in_flight: Our running requests at a server. Asked after `hold`, it misses none that is under way.
-        versions_in_use: Of a server; see `Server.versions_in_use`.
+        versions_in_use: Of a server; see `Server.versions_in_use`. None: not known now.
 
     Raises:
         UserError: The `urls_file` is bad, or lists fewer than `min_servers`.
@@ -207,7 +207,7 @@ class Fleet(FleetView):
         self.min_servers = min_servers
         self.alone = self.resting = False
         self.requests_in_flight: Callable[[Server], int] = lambda server: server.in_flight
-        self.versions_in_use: Callable[[Server], set[int]] = Server.versions_in_use
+        self.versions_in_use: Callable[[Server], set[int] | None] = Server.versions_in_use
         self._make = make
         self._urls_file = urls_file
         self._stamp = _stamp(urls_file)

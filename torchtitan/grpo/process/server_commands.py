@@ -8,6 +8,7 @@ it. What a flag is for is said here and nowhere else.
 import ipaddress
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -449,6 +450,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_of_another_node(host: str) -> bool:
+    """Whether the address is known to be no address of this machine. Nobody is asked for a name."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return True
+    return False
 
 
 def check_exposure(host: str, expose: bool, key: str) -> None:

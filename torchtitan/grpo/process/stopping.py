@@ -29,7 +29,9 @@ SAVING_SHARE = 0.8
 AT_ONCE_S = 5.0
 """Time to close after a second signal."""
 FAILED_S = 60.0
-"""Time to close after an error, which the other ranks have not seen yet, and after the last step."""
+"""Time to close after an error, which the other ranks have not seen yet."""
+DONE_S = 600.0
+"""Time to close after the last step: what is written elsewhere, as to W&B, may take long."""
 STOPPED = 75
 """Exit status of a run that was asked to stop and has saved its last step. It is EX_TEMPFAIL: run it again."""
 STATUS_FOLDER = "TORCHTITAN_GRPO_STATUS_FOLDER"
@@ -50,6 +52,8 @@ _lock = threading.Lock()
 _end_at = math.inf
 _closing = _interrupting = False
 _status = 128 + signal.SIGTERM
+_is_owned = False
+"""`run_and_exit` ends the process."""
 _owed: int | None = None
 """The status of `stop`, whatever the main thread ends with."""
 _ask: Callable[[int], bool] | None = None
@@ -102,8 +106,8 @@ def end_within(seconds: float) -> None:
 
 @contextlib.contextmanager
 def closes_within(seconds: float, words: str) -> Iterator[None]:
-    """Around closing after the last step. If it takes longer, the process ends with status 0 and these words, and with
-    the stack of every thread. A signal does not interrupt it, and leaves it less time."""
+    """Around closing after the last step. If it takes longer, every thread's stack is written, and these words, and a
+    process that `run_and_exit` owns ends with status 0. A signal does not interrupt it, and leaves it less time."""
     global _closing
     closed, until = threading.Event(), time.monotonic() + seconds
 
@@ -112,7 +116,9 @@ def closes_within(seconds: float, words: str) -> Iterator[None]:
             if closed.wait(_LEAVE_S / 2):
                 return
         faulthandler.dump_traceback()
-        _leave(0, words)
+        if _is_owned:
+            _leave(0, words)
+        print(words, file=sys.stderr, flush=True)
 
     was, _closing = _closing, True
     threading.Thread(target=leave, name="leave", daemon=True).start()
@@ -262,7 +268,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     The interpreter's teardown is left out. With torch it takes over a second in each process, and it may hang: on a
     thread of an environment, or on a connection to another rank.
     """
-    words = ""
+    global _is_owned
+    _is_owned, words = True, ""
     try:
         status = main()
     except SystemExit as stopped:
@@ -280,7 +287,7 @@ def _leave(status: int, words: str) -> NoReturn:
     status = status if _owed is None else _owed
     if folder := os.environ.get(STATUS_FOLDER):
         names = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE", "RANK")
-        left = "-".join([*(os.environ[name] for name in names), str(status)])
+        left = "-".join([*(os.environ[name] for name in names), str(status & 0xFF)])
         with contextlib.suppress(OSError), open(os.path.join(folder, left), "w"):
             pass  # a name needs no room on a full disk
     with contextlib.suppress(BrokenPipeError):

@@ -97,12 +97,11 @@ class Router:
 
         Returns:
             For each request its server and (name, size) of its cohort there. All None if there are too few places, or
-            if not every server has the weights. Servers that repeat their answers need no place: they queue.
+            if not every server has the weights.
         """
         load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
         free = sum(max(0, self.max_concurrent_requests - in_flight) for in_flight in load.values())
-        queue = all(server.engine is not None and server.engine.repeats_in_flight for server in load)
-        if self.waiting or (free < count and not queue) or len(load) < len(self.fleet.eligible(-1)):
+        if self.waiting or free < count or len(load) < len(self.fleet.eligible(-1)):
             return [None] * count
         servers = []
         for _ in range(count):

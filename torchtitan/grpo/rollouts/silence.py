@@ -19,7 +19,7 @@ LOOK_S = 0.5
 REPLY_S = 1.5
 """How long it may take to reply. Twice as long after each time that it was only late, at most REPLY_MAX_S."""
 REPLY_MAX_S = 5.0
-_THREADS = 16
+_THREADS = 256  # as many as may freeze at once, as with a node
 
 
 class SilenceWatch:

@@ -430,7 +430,7 @@ class RolloutStream:
             self._give_up_failed(entry, group)
             return
         self.counts["finished"] += 1
-        self._outage.worked(entry.number, self._buffer.next_number, asyncio.get_running_loop().time())
+        self._outage.worked(entry.number, self._next_number(entry), asyncio.get_running_loop().time())
         if self._pause is not None and not self._outage.is_on:
             self._pause.cancel()
             self._pause = None
@@ -441,6 +441,10 @@ class RolloutStream:
             self._buffer.drop(entry)
         else:
             self._buffer.finish(entry, group)
+
+    def _next_number(self, entry: Entry) -> int:
+        """Of the group that is requested behind what is known of this one: in a round they are taken one by one."""
+        return entry.number + 1 if self._in_rounds else self._buffer.next_number
 
     def _give_up(self, entry: Entry) -> None:
         self.counts["timed_out"] += 1
@@ -462,7 +466,7 @@ class RolloutStream:
         self._buffer.drop(entry)
         loop = asyncio.get_running_loop()
         try:
-            wait_s = self._outage.failed(group, entry.number, self._buffer.next_number, loop.time())
+            wait_s = self._outage.failed(group, entry.number, self._next_number(entry), loop.time())
         except UserError as error:
             self._fail(error)
             return

@@ -52,6 +52,7 @@ class KeptProcess:
         self._start, self._on_event = start, on_event
         self._told: dict[str, tuple[Any, ...]] = {}
         self._teller: FleetTeller | None = None
+        self._is_told: RolloutProcess | None = None  # as soon as all before is sent
         self._scored = 0  # by processes that have ended
         self._changed = threading.Condition()
         self._process: RolloutProcess | None = None
@@ -105,17 +106,24 @@ class KeptProcess:
     def tell_of_servers(self) -> None:
         """There may be something that the process does not know. For any thread."""
         process, teller = self._process, self._teller
-        if process is not None and teller is not None:
-            process.tell_made("servers", teller.change)
+        if process is not None and teller is not None and process is not self._is_told:
+            self._is_told = process
+
+            def change() -> Any:
+                self._is_told = None  # what changes from here on is told by itself
+                return teller.change()
+
+            process.tell_made("servers", change)
 
     def requests_in_flight(self, server: Server) -> int:
         """See `Fleet.requests_in_flight`."""
         return self._asked("requests_in_flight", server, lost=0, silent=1)
 
-    def versions_in_use(self, server: Server) -> set[int]:
+    def versions_in_use(self, server: Server) -> set[int] | None:
         """See `Fleet.versions_in_use`."""
         named = [server.version] if server.in_traffic else []
-        return set(self._asked("versions_in_use", server, lost=named, silent=named))
+        versions = self._asked("versions_in_use", server, lost=named, silent=None)
+        return None if versions is None else set(versions)
 
     def stop(self) -> None:
         """No step takes groups from now on. For any thread."""

@@ -77,5 +77,7 @@ class KeptProcesses:
     def _requests_in_flight(self, server: Server) -> int:
         return sum(process.requests_in_flight(server) for process in self.each)
 
-    def _versions_in_use(self, server: Server) -> set[int]:
-        return set().union(*(process.versions_in_use(server) for process in self.each))
+    def _versions_in_use(self, server: Server) -> set[int] | None:
+        versions = [process.versions_in_use(server) for process in self.each]
+        known = [each for each in versions if each is not None]
+        return set().union(*known) if len(known) == len(versions) else None

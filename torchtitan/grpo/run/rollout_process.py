@@ -175,6 +175,8 @@ class RolloutProcess:
             pass
         finally:
             self._process.kill()
+            with contextlib.suppress(OSError):  # what an environment has started
+                os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
             self._channel.close()
 

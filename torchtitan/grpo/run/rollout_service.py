@@ -63,6 +63,7 @@ class Service:
         self.worker: RolloutWorker | None = None
         self._overview: list[str] = []
         self._stops = False
+        self._is_orphan = False
         self._calls: queue.SimpleQueue[tuple[int, str, int, list[Any], list[memoryview]] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -83,6 +84,13 @@ class Service:
                 self._send_error(number, error)
         self.resources.close()
         self.channel.close(_FLUSH_S)
+
+    def leave(self, status: int) -> NoReturn:
+        """End the process; an environment's threads may still run. If the trainer has gone, nobody else ends what an
+        environment has started."""
+        if self._is_orphan and os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(status)
 
     def _answer(self, verb: str, arguments: list[Any], files: list[memoryview]) -> Any:
         if verb == "prepare":
@@ -127,10 +135,10 @@ class Service:
                 else:
                     self._calls.put((number, verb, newest, arguments, files))
         except ChannelClosed:
-            pass
+            self._is_orphan = True
         except BaseException as error:  # without this thread nobody would hear the trainer
             self._send_error(0, error)
-        threading.Timer(_CLOSE_S, os._exit, [1]).start()
+        threading.Timer(_CLOSE_S, self.leave, [1]).start()
         self._stop(0)
         self._calls.put(None)
 
@@ -222,6 +230,7 @@ def main(descriptor: int, run: str) -> None:
     threading.excepthook = _on_thread_error
     init_log_lines(is_continued=True)
     sys.setswitchinterval(_SWITCH_S)
-    Service(Channel(socket.socket(fileno=descriptor), "rollouts")).run()
+    service = Service(Channel(socket.socket(fileno=descriptor), "rollouts"))
+    service.run()
     sys.stdout.flush()
-    os._exit(0)  # an environment's threads may still run
+    service.leave(0)

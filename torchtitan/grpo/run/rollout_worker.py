@@ -284,7 +284,7 @@ class RolloutWorker:
         config = self.config
         with self.collector.unless_stopped():
             # It waits for servers that do not have this version yet.
-            alone = not config.async_grpo.enabled
+            alone = not config.async_grpo.enabled and not config.grpo.oversampling
             answers = answer_held_out(self.collector, self.held_out, self._sampling(1, 0.0), step, alone)
             self.samples.log_validation(step, answers)
             check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.share import Share, rollout_processes
 from torchtitan.grpo.config.tables import longest_tokens
@@ -186,7 +188,9 @@ class Rollouts(Absent):
         count = len(self._processes.each)
         shares = [astuple(Share(number, count)) for number in range(count)]
         lines = self._processes.map(lambda process, share: process.introduce("prepare", *values, share), shares)[0]
-        if self.config.sft.steps:
+        checkpoint = self.config.checkpoint
+        saved = checkpoint.resume and complete_steps(Path(self.config.job.dump_folder) / checkpoint.folder)
+        if self.config.sft.steps and not saved:
             self._first.call("check_pairs")
         return lines
 

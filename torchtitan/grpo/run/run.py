@@ -27,7 +27,7 @@ from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.collectives import sum_over_ranks
 from torchtitan.grpo.process.joining import store_of_this_attempt
-from torchtitan.grpo.process.stopping import FAILED_S, closes_within, end_within, leave_process_groups
+from torchtitan.grpo.process.stopping import DONE_S, FAILED_S, closes_within, end_within, leave_process_groups
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.usage import Usage
 from torchtitan.grpo.reporting.writers import MetricsLogger
@@ -78,8 +78,8 @@ class Run:
             end_within(FAILED_S)
             self.resources.__exit__(*error)
             return
-        words = f"all steps are trained, and closing took over {FAILED_S:g} s: see the main thread's stack"
-        with closes_within(FAILED_S, words):
+        words = f"all steps are trained, and closing takes over {DONE_S:g} s: see the main thread's stack"
+        with closes_within(DONE_S, words):
             self.resources.__exit__(*error)
 
     # ---------------------------------------------------------------------------------------------- the loop
@@ -263,4 +263,6 @@ class Run:
     def watch(self, *parts: Callable[[], str]) -> None:
         """Begin to watch for a standstill. A report asks each of `parts` what it waits for, and rank 0's last word."""
         heard = [] if self.is_rank0 else [self.broadcast.describe]
-        self.resources.enter_context(Watchdog(self.config.debug, self.progress, [*parts, *heard]))
+        self.resources.enter_context(
+            Watchdog(self.config.debug, self.progress, [*parts, *heard], self.config.checkpoint.stop_seconds)
+        )

@@ -22,7 +22,7 @@ _OVERLAP_S = 15.0
 
 @contextlib.contextmanager
 def own_folder(cfg: Checkpoint, dump_folder: str | Path, saves: bool = True) -> Iterator[None]:
-    """Hold the folder, checked, and that of checkpoints if it is elsewhere. For rank 0, at the start.
+    """Hold the folder, checked, and that of checkpoints, which may be elsewhere. For rank 0, at the start.
 
     A job that resumes waits for the run before it, which may still be saving. A new run does not wait: it could not use
     that folder anyway. What killed saves have left is removed.
@@ -33,16 +33,14 @@ def own_folder(cfg: Checkpoint, dump_folder: str | Path, saves: bool = True) -> 
     Raises:
         UserError: Another run uses it, or `check_folder` refuses it.
     """
-    dump, folder = Path(dump_folder).resolve(), (Path(dump_folder) / cfg.folder).resolve()
-    wait_s, saves = cfg.stop_seconds + _OVERLAP_S if cfg.resume else 0.0, saves and cfg.enable
-    with only_run_in(dump_folder, wait_s):
-        elsewhere = saves and not folder.is_relative_to(dump)
-        with only_run_in(folder, wait_s, "[checkpoint] folder") if elsewhere else contextlib.nullcontext():
-            check_folder(cfg, dump_folder, saves)
-            if saves:
-                for unfinished in folder.glob("step-*[0-9].tmp"):
-                    shutil.rmtree(unfinished, ignore_errors=True)
-            yield
+    wait_s, folder = cfg.stop_seconds + _OVERLAP_S if cfg.resume else 0.0, Path(dump_folder) / cfg.folder
+    with only_run_in(dump_folder, wait_s), contextlib.ExitStack() as held:
+        check_folder(cfg, dump_folder, saves)
+        if cfg.enable and saves:
+            held.enter_context(only_run_in(folder, wait_s, "[checkpoint] folder"))
+            for unfinished in folder.glob("step-*[0-9].tmp"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        yield
 
 
 def check_folder(cfg: Checkpoint, dump_folder: str | Path, saves: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import Self
 
 from torchtitan.grpo.config.torchtitan_keys import Debug
 from torchtitan.grpo.process.stacks import stacks
-from torchtitan.grpo.process.stopping import stop
+from torchtitan.grpo.process.stopping import GRACE_S, stop
 from torchtitan.grpo.reporting.ledger import Ledger
 
 _LOOK_S = 1.0
@@ -60,9 +60,13 @@ class Watchdog:
     Args:
         parts: Say in a few lines what a part of the process waits for. They are called from the watchdog's thread while
             the process may hang, so they must not wait for a lock that is held for long.
+        stop_s: `[checkpoint] stop_seconds`.
     """
 
-    def __init__(self, debug: Debug, progress: Progress, parts: list[Callable[[], str]]) -> None:
+    def __init__(
+        self, debug: Debug, progress: Progress, parts: list[Callable[[], str]], stop_s: float = GRACE_S
+    ) -> None:
+        self._stop_s = stop_s
         self._after_s, self._exit_code = debug.hang_seconds, debug.hang_exit_code
         self._progress, self._parts = progress, parts
         self._closed = threading.Event()
@@ -85,7 +89,7 @@ class Watchdog:
             if still_s >= self._after_s and not reported:
                 self._report(still_s)
                 if self._exit_code:
-                    stop(self._exit_code, saves=True)
+                    stop(self._exit_code, self._stop_s, saves=True)
             reported = still_s >= self._after_s
 
     def _report(self, still_s: float) -> None:

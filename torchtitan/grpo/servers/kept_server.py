@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.grpo.engines.http_control import HttpControl, NoReply
-from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.protocol import EngineError, LocalError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.ports import ReservedPort
 from torchtitan.grpo.servers.restarts import Restarts
@@ -88,11 +88,16 @@ class KeptServer(threading.Thread):
         self._log_start = 0
         self._folder = ""
         self._reserved: ReservedPort | None = None
+        self._had: set[str] = set()  # addresses before it moved: a fleet may not have read its new one yet
 
     @property
     def url(self) -> str:
         """Base address, "" before it has a port."""
         return self._reserved.url if self._reserved is not None else ""
+
+    def has_had(self, url: str) -> bool:
+        """Whether this is its address, or was."""
+        return url == self.url or url in self._had
 
     def reserve_port(self) -> None:
         """Choose where it listens.
@@ -223,6 +228,7 @@ class KeptServer(threading.Thread):
     def _keep_or_change_port(self) -> None:
         if self.restarts and not self._reserved.is_free():
             old = self._reserved
+            self._had.add(old.url)
             self.reserve_port()
             old.close()
             logger.warning("server %s moves from %s to %s: the port is taken", self.launch.name, old.url, self.url)
@@ -300,6 +306,8 @@ def _ill(control: HttpControl) -> str:
     """What is wrong with a server; "" if it is healthy."""
     try:
         return "" if control.is_healthy() else "was not healthy"
+    except LocalError:  # it was not asked
+        return ""
     except NoReply:
         return _SILENT
     except (EngineError, UserError):

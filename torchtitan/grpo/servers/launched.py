@@ -89,6 +89,7 @@ class LaunchedServers(Keeper):
         """Called in a thread with a server's address soon after it is healthy after a start."""
         self._folder, self._token, self._start_timeout_s = folder, token, start_timeout_s
         self._states: list[ServerState] = []
+        self._formerly: dict[str, int] = {}  # the server that had this address, until the fleet has read its new one
         self._healthy_at: dict[str, float] = {}
         self._changed, self._closing = threading.Condition(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="servers", daemon=True)
@@ -128,11 +129,11 @@ class LaunchedServers(Keeper):
 
     def may_return(self, url: str, lost_at: float) -> bool:
         with self._changed:
-            return any(self._may_return(state, lost_at) for state in self._states if state.url == url)
+            return any(self._may_return(state, lost_at) for state in self._of(url))
 
     def why_down(self, url: str) -> str:
         with self._changed:
-            return next((f"\n{state.given_up}" for state in self._states if state.url == url and state.given_up), "")
+            return next((f"\n{state.given_up}" for state in self._of(url) if state.given_up), "")
 
     def close(self) -> None:
         self._closing.set()
@@ -144,6 +145,11 @@ class LaunchedServers(Keeper):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _of(self, url: str) -> list[ServerState]:
+        """The servers that have the address, or had it last."""
+        having = [state for state in self._states if state.url == url]
+        return having or [self._states[i] for i in (self._formerly.get(url),) if i is not None]
 
     def _may_return(self, state: ServerState, lost_at: float) -> bool:
         recently = max(lost_at, self._healthy_at.get(state.url, 0.0)) + RETURN_S
@@ -177,6 +183,8 @@ class LaunchedServers(Keeper):
             started = [new for old, new in changes if new.healthy and (not old.healthy or old.ends != new.ends)]
             for new in started:
                 self._healthy_at[new.url] = time.monotonic()
+            moved = [(old.url, i) for i, (old, new) in enumerate(changes) if old.url not in ("", new.url)]
+            self._formerly |= dict(moved)
             self._states, self.restarts = states, sum(state.restarts for state in states)
             self._changed.notify_all()
         for old, new in changes:

@@ -135,11 +135,11 @@ class Supervisor(Keeper):
 
     def may_return(self, url: str, lost_at: float) -> bool:
         """Whether a server that was lost then is being started again, is about to be, or has just been."""
-        return any(server.url == url and server.may_return(lost_at) for server in self._servers)
+        return any(server.has_had(url) and server.may_return(lost_at) for server in self._servers)
 
     def why_down(self, url: str) -> str:
         """Why it stays down, with the end of its log; "" if it does not."""
-        return next((f"\n{server.given_up}" for server in self._servers if server.url == url and server.given_up), "")
+        return next((f"\n{server.given_up}" for server in self._servers if server.has_had(url) and server.given_up), "")
 
     def write_urls(self) -> None:
         """Write the list, unless it is written already.

@@ -79,7 +79,7 @@ class ServerLink:
         check: Called in every wait. What it raises ends the wait and leaves the link as it is.
         hold: Keeps new requests from the server until it is admitted again; for engines that cannot drain on their own.
         requests_in_flight: Our requests that the server has not answered; for the same engines.
-        versions_in_use: Versions that our requests name; for engines that have several at once.
+        versions_in_use: Versions that our requests name; for engines that have several at once. None: not known now.
     """
 
     control: HttpControl
@@ -90,7 +90,7 @@ class ServerLink:
     check: Callable[[], None]
     hold: Callable[[], None]
     requests_in_flight: Callable[[], int]
-    versions_in_use: Callable[[], set[int]] = set
+    versions_in_use: Callable[[], set[int] | None] = set
 
     def __post_init__(self) -> None:
         self.url = self.control.url

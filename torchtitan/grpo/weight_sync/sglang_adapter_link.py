@@ -72,7 +72,8 @@ class SglangAdapterLink(SglangServerLink):
         """
         self._version, name = feed.version, version_name(feed.version)
         self._listens()
-        self._unload(keep={*self.versions_in_use(), feed.version})
+        in_use = self.versions_in_use()
+        self._unload(keep=None if in_use is None else {*in_use, feed.version})
 
         def load() -> None:
             if name not in self.control.adapters():  # it has the version, if only the reply was lost
@@ -85,8 +86,9 @@ class SglangAdapterLink(SglangServerLink):
             self.seconds["stopped"] = 0.0
         return self.seconds
 
-    def _unload(self, keep: set[int]) -> None:
-        """Unload versions of ours but these, and all of runs that have ended. Other adapters are not ours to touch.
+    def _unload(self, keep: set[int] | None) -> None:
+        """Unload versions of ours but these (none if None), and all of runs that have ended. Other adapters are not
+        ours to touch.
 
         SGLang first waits for the answers under an adapter. None of ours are left; a request that was just cancelled
         may take a moment to end there.
@@ -96,7 +98,7 @@ class SglangAdapterLink(SglangServerLink):
                 run = other_run(name)
                 if run and lives(run):
                     raise UserError(f"{self.url}: {owned_by(run)}")
-                if run or version_of(name) not in {None, *keep}:
+                if run or (keep is not None and version_of(name) not in {None, *keep}):
                     self.control.unload_adapter(name, self.timeout_s)
 
 

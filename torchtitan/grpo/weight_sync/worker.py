@@ -194,7 +194,7 @@ class ServerWorker(threading.Thread):
                 if self._push is push:  # else the next one is here already
                     self._push, self.dropped = None, ""
                 if late:
-                    self.mode = Mode.ALONE
+                    self.mode, self._push, self.dropped = Mode.ALONE, None, ""  # what dropped it has ended for it
                 elif not self.dropped:
                     board.fleet.admit(self.server, push.version)
             push.ended(self.url, seconds)
