@@ -39,6 +39,15 @@ class UserErrorOfAllRanks(UserError):
     """A UserError that every rank raises with the same words."""
 
 
+def said(error: BaseException, most: int = 500) -> str:
+    """What an error of foreign code says, cut, with control characters written out: it may hold anything, or fail."""
+    try:
+        text = str(error)
+    except Exception:
+        return f"(what {type(error).__name__} says cannot be read)"
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:most])
+
+
 def in_words(error: BaseException) -> str:
     """An error in one line: a PlainError's words, and the kind before those of others."""
     said = " ".join(str(error).split())

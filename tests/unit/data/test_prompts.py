@@ -197,6 +197,14 @@ def test_answers_that_say_nothing_are_counted(tokenizer, tmp_path, caplog):
     assert caplog.text.count("null, NaN") == 1
 
 
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_half_of_a_character_is_refused_with_its_row(tokenizer, tmp_path, column):
+    write_jsonl(tmp_path / "rows.jsonl", [{"question": "1+1=", "answer": "2"} | {column: "a \ud83d b"}])
+    data = Data(source="jsonl", path=str(tmp_path / "rows.jsonl"), chat_template=False)
+    with pytest.raises(UserError, match=r"rows.jsonl:1 holds half of a surrogate pair"):
+        PromptSource(data, tokenizer, 0)
+
+
 @pytest.mark.parametrize("readme", [False, True])
 def test_gsm8k_folder(tokenizer, gsm8k, readme):
     if readme:

@@ -447,6 +447,24 @@ def test_a_random_reward_does_not_depend_on_what_was_scored_before(tmp_path, mon
     assert scores[0] == scores[1] and len(set(scores[0].values())) == 4
 
 
+def test_a_worker_that_an_earlier_call_has_left_frozen_reads_no_calls_and_is_replaced(tmp_path, monkeypatch):
+    """Its pipe takes only so much."""
+    text = "import os, signal, threading\n"
+    text += "def freezes(text, prompt):\n    if text == 'freeze':\n"
+    text += "        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()\n    return 1.0\n"
+    (tmp_path / "freezing_rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = Reward(functions=["freezing_rewards:freezes"], workers=1, timeout_seconds=1.0)
+    with RewardRunner(reward) as runner:
+        runner.score(make_samples("freeze"))
+        time.sleep(0.3)
+        samples = make_samples(*("a" * 100_000 for _ in range(16)))
+        began = time.monotonic()
+        runner.score(samples)
+        assert time.monotonic() - began < 30
+    assert [sample.reward for sample in samples].count(1.0) >= 15
+
+
 def test_hang_costs_its_own_limit_and_no_other_score(functions):
     hang = f"{functions}:hang"
     samples = make_samples("a", "hang", "b", "hang", "c")

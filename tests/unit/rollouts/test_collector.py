@@ -281,6 +281,54 @@ def test_requests_are_spread_and_limited(make_collector) -> None:
     assert max(collector.rewards.open_requests) > 0  # groups were scored while others were still being sampled
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        return None
+
+
+async def exits() -> None:
+    raise SystemExit(2)
+
+
+def put(**columns: object) -> Callable[[list[Sample]], None]:
+    return lambda samples: [setattr(samples[0], name, value) for name, value in columns.items()]
+
+
+def raises(samples: list[Sample]) -> None:
+    raise Unspeakable
+
+
+ODD = {
+    "an exit in a task": lambda samples: asyncio.gather(exits(), asyncio.sleep(0)),
+    "an error that cannot say what it is": raises,
+    "an error that says much": lambda samples: [][("x" * 10**7)],
+    "no token": put(token_ids=[None] * 6),
+    "a token under 0": put(token_ids=[-1] * 6),
+    "a fraction": put(token_ids=[3.5] * 6),
+    "no rewards": put(rewards=None),
+    "a name that is none": put(rewards={("a", 1): 0.5}),
+    "no version": put(versions=[None] * 6),
+    "a log-probability that is none": put(logprobs=[float("nan")] * 6),
+    "no log-probabilities": put(logprobs=None),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_an_environment_does_costs_its_group_once_it_has_worked(make_collector, what) -> None:
+    async def odd(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        samples = await single_turn(client, prompt)
+        if prompt.index == 11:
+            done = ODD[what](samples)
+            await (done if isinstance(done, asyncio.Future) else asyncio.sleep(0))
+        return samples
+
+    collector = make_collector(environment=odd)
+    collector.collect(prompts_of(1), PARAMS, "a")
+    good, bad = collector.collect(prompts_of(2), PARAMS, "b")
+    assert all(sample.reward is not None for sample in good) and all(sample.reward is None for sample in bad)
+    assert all(0 < len(why) < 1000 for sample in bad for why in sample.reward_failures.values())
+
+
 def test_draws_of_environments_in_a_validation_follow_from_it_and_leave_no_trace(make_collector) -> None:
     drawn: list[float] = []
 

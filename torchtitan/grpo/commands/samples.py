@@ -71,7 +71,8 @@ def lines_of(sample: dict[str, Any]) -> Iterator[tuple[str, str]]:
     texts = sample | {"answer": marked(sample["answer"], sample.get("given", []))}
     for label, colour in (("prompt", DIM), ("answer", ""), ("reference", CYAN)):
         # Drop the white space that a chat template puts around a text.
-        first, *rest = texts[label].strip().split("\n")
+        shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in texts[label].strip())
+        first, *rest = shown.split("\n")
         yield colour, f"  {label:>9} | {first}"
         yield from ((colour, f"  {'':>9} | {line}") for line in rest)
     yield "", ""

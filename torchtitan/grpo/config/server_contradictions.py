@@ -129,6 +129,8 @@ def _check_name(environment: str) -> Iterator[str]:
         yield from check_function("rollout.environment", environment)
     elif colon and not name:
         yield f"[rollout] environment = {show(environment)}: put {_PACKAGES[kind]} behind the colon"
+    elif kind == "openenv" and "@" in name:
+        yield "[rollout] environment has a user or password in its address, which is written to files: leave it out"
 
 
 def _check_tasks(title: str, data: Data, section: str, environment: str) -> Iterator[str]:

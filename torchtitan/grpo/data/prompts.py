@@ -269,6 +269,14 @@ class PromptSource:
         rows = [self._rows.rows[position] for position in positions]
         places = [self._rows.place(position) for position in positions]
         texts = [self._render(row, place) for row, place in zip(rows, places, strict=True)]
+        answers = [self._answer(row, place) for row, place in zip(rows, places, strict=True)]
+        for text, answer, place in zip(texts, answers, places, strict=True):
+            try:
+                (text + answer).encode()
+            except UnicodeEncodeError as error:
+                raise UserError(
+                    f"{place} holds half of a surrogate pair, as of a cut emoji: write the character whole"
+                ) from error
         # A chat template writes its own begin token; plain text gets the tokenizer's.
         token_ids = (
             self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"] if texts else []
@@ -278,12 +286,14 @@ class PromptSource:
                 position,
                 ids,
                 text,
-                answer=self._answer(row, place),
+                answer=answer,
                 columns=json.loads(json.dumps(row, default=str)),
                 source=row["task"] if self._data.tasks else "",
                 functions=self._reward_functions(row, place),
             )
-            for position, row, place, text, ids in zip(positions, rows, places, texts, token_ids, strict=True)
+            for position, row, place, text, answer, ids in zip(
+                positions, rows, places, texts, answers, token_ids, strict=True
+            )
         ]
 
     def _reward_functions(self, row: DatasetRow, place: str) -> tuple[str, ...]:

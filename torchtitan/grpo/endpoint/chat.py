@@ -231,6 +231,8 @@ def _normalised(message: Any) -> Message:
     if not isinstance(content, str | None):
         raise BadRequest("messages", f"content is text, or a list of text parts, not {repr(content)[:100]}")
     kept["content"] = content or ""
+    if not isinstance(message.get("tool_calls"), list | None):
+        raise BadRequest("messages", f"tool_calls is a list, not {repr(message['tool_calls'])[:100]}")
     if calls := message.get("tool_calls"):
         kept["tool_calls"] = [_normalised_call(call) for call in calls]
     return kept

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TAKEN_MAX = 3
 """How often an episode is handed out before it has failed."""
+_REWARDS_MAX, _NAME_MAX = 64, 128
 _ERROR_CHARS = 2000
 """Of a posted error, which goes to logs."""
 WAIT_MAX_S = 60.0
@@ -237,6 +238,8 @@ def outcome(body: Mapping[str, Any]) -> Outcome:
     reward, rewards, error = body.get("reward"), body.get("rewards") or {}, body.get("error") or ""
     if not isinstance(rewards, dict):
         raise BadRequest("rewards", "must be an object of numbers by name")
+    if len(rewards) > _REWARDS_MAX or any(len(name) > _NAME_MAX for name in rewards):
+        raise BadRequest("rewards", f"may have {_REWARDS_MAX} names of {_NAME_MAX} characters: each is a metric")
     numbers = rewards | ({} if reward is None else {"reward": reward})
     for name, value in numbers.items():
         if type(value) not in (int, float) or not abs(value) <= REWARD_MAX:

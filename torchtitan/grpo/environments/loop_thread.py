@@ -6,6 +6,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from torchtitan.grpo.process.stopping import run_loop
+
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
@@ -16,7 +18,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=run_loop, args=(self._loop,), name=name, daemon=True)
         self._thread.start()
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

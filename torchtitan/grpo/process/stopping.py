@@ -20,7 +20,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import asyncio
 
 GRACE_S = 25.0
 """Time from a signal to the end of the process. torchrun kills its workers 30 s after its SIGTERM."""
@@ -294,6 +297,15 @@ def _leave(status: int, words: str) -> NoReturn:
         sys.stdout.flush()
     print(words, end="\n" if words else "", file=sys.stderr, flush=True)
     os._exit(status)
+
+
+def run_loop(loop: "asyncio.AbstractEventLoop") -> None:
+    """Run an event loop until it is stopped. An exit in a task, which has it as its result too, does not end it."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue
 
 
 def leave_process_groups(error: type[BaseException] | None = None, *_: object) -> None:

@@ -149,7 +149,7 @@ def checked_group(values: Any, answers: int) -> Iterable[Any]:
     wanted = f"its first parameter is named `answers`, so return a list of {answers} numbers, one for each"
     if inspect.isawaitable(values):
         checked(values)
-    if isinstance(values, str | dict) or not hasattr(values, "__len__"):
+    if isinstance(values, str | bytes | dict | set | frozenset) or not hasattr(values, "__len__"):
         raise ValueError(f"returned {values!r}: {wanted}")
     if len(values) != answers:
         raise ValueError(f"returned {len(values)} scores for {answers} answers: {wanted}")

@@ -170,7 +170,14 @@ class RewardWorker:
     def _exchange(self, calls: dict[int, Call], scores: dict[int, list[Score]]) -> str:
         """Add scores as they arrive. Returns why the next ones will not arrive, or "" after the last."""
         try:
-            self._connection.send(calls)
+            # One that an earlier call has left frozen reads nothing.
+            assert self._process is not None
+            frozen = threading.Timer(self._timeout_s + GRACE_S, self._process.kill)
+            frozen.start()
+            try:
+                self._connection.send(calls)
+            finally:
+                frozen.cancel()
             while suspects := self._under_way(calls, scores):
                 answers = max(len(calls[number].texts) for number in suspects)
                 grace_s = GRACE_S if self._is_async[calls[suspects[0]].function] else 0.0

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, said
 from torchtitan.grpo.process.import_path import is_async, source
 from torchtitan.grpo.rewards.functions import (
     BUILT_IN,
@@ -244,7 +244,7 @@ class Function:
         if self._file and frames:
             at = ([frame for frame in frames if frame.filename == self._file] or frames)[-1]
             where = f" ({at.filename}:{at.lineno})"
-        return [Score(0.0, f"raised {type(error).__name__}: {error}"[:FAILURE_CHARS] + where)] * len(call.texts)
+        return [Score(0.0, f"raised {type(error).__name__}: {said(error)}"[:FAILURE_CHARS] + where)] * len(call.texts)
 
 
 def _seed_generators(call: Call) -> None:

@@ -18,7 +18,7 @@ from torchtitan.grpo.engines.fleet import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.random_numbers import prompt_seed, seeded_apart
-from torchtitan.grpo.process.stopping import StopRequested
+from torchtitan.grpo.process.stopping import StopRequested, run_loop
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
@@ -102,7 +102,7 @@ class Collector:
         self._collecting: set[asyncio.Task] = set()
         self.router = Router(fleet, max_concurrent_requests, request_timeout_s, self._loop)
         self._scoring = concurrent.futures.ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
-        self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
+        self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="collector", daemon=True)
         self._thread.start()
         fleet.add_listener(self._on_fleet_change)
 

@@ -5,6 +5,7 @@ group. It may call the servers through its `RolloutClient` as often as it likes.
 `environments/load.py` finds it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -228,6 +229,7 @@ def checked(
     prompt_tokens: int | None = None,
     kept: bool = False,
     top_tokens: int = 0,
+    ours: bool = False,
 ) -> Group:
     """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
@@ -242,6 +244,7 @@ def checked(
         prompt_tokens: Of the group's prompt. What a sample's prompt has beyond it counts to `max_tokens`. None: of each
             sample's own.
         kept: Samples say which tokens could be drawn.
+        ours: They are as `single_turn` made them, of values that the client has checked.
 
     Raises:
         UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
@@ -284,8 +287,11 @@ def checked(
                 f"{where}: a sample has not the {top_tokens} likeliest tokens in place of each of its {tokens}, which "
                 "[grpo] score_centering needs: make samples with `Turns`, or pass on `Completion.top`"
             )
-        if tokens and max(sample.token_ids) >= vocab_size:
-            raise ValueError(f"a sample with token {max(sample.token_ids)}, and the model has {vocab_size}")
+        if not ours:
+            _check_values(sample, where)
+        if tokens and not (min(sample.token_ids) >= 0 and max(sample.token_ids) < vocab_size):
+            wrong = min(sample.token_ids) if min(sample.token_ids) < 0 else max(sample.token_ids)
+            raise ValueError(f"a sample with token {wrong}, and the model has {vocab_size}")
         if tokens > max_tokens:
             sample.finish_reason = "length"
             for column in (sample.token_ids, *columns):
@@ -297,6 +303,16 @@ def checked(
         if sample.finish_reason == "length" and tokens + beyond < max_tokens:
             sample.finish_reason = "stop"
     return samples
+
+
+def _check_values(sample: Sample, where: str) -> None:
+    """What an environment may have written itself."""
+    if not set(map(type, [*sample.token_ids, *sample.versions])) <= {int}:
+        raise UserError(f"{where}: token ids and versions of a sample must be whole numbers")
+    if not all(map(math.isfinite, sample.logprobs)):
+        raise ValueError("a sample with a log-probability that is not finite")
+    if not all(isinstance(name, str) for name in sample.rewards):
+        raise UserError(f"{where}: the names of a sample's rewards must be texts, not {list(sample.rewards)[:3]}")
 
 
 def _check_kept(sample: Sample, where: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
-from torchtitan.grpo.errors import UserError, renamed
+from torchtitan.grpo.errors import UserError, renamed, said
 from torchtitan.grpo.process.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.group_call import GroupCall
@@ -119,7 +119,7 @@ class GuardedEnvironment:
             if isinstance(error, MemoryError) and self.is_single_turn:
                 raise  # nor is it the data's
             where = getattr(error, "place", None) or place(error)
-            return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({where})")
+            return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {said(error)} ({where})")
         oldest = -1 if self.is_single_turn else call.oldest()
         try:
             with renamed(KEY, self.key):
@@ -128,11 +128,11 @@ class GuardedEnvironment:
                     raise UserError(f"{where} gives no coroutine: write it as `async def`")
                 params = client.params
                 given = params.max_tokens, oldest, params.routes, params.vocab_size, len(prompt.token_ids)
-                group = checked(samples, self.name, *given, params.kept, params.top_tokens)
-        except ValueError as error:
+                group = checked(samples, self.name, *given, params.kept, params.top_tokens, self.is_single_turn)
+        except (ValueError, TypeError, AttributeError) as error:
             if isinstance(error, UserError) and not self._has_worked:
                 raise
-            return self._give_up(prompt, client.params.n, f"returned what no step can use: {error}")
+            return self._give_up(prompt, client.params.n, f"returned what no step can use: {said(error)}")
         self._has_worked = True
         return group
 
