@@ -35,7 +35,7 @@ def turns_that_the_template_hides(turns: int) -> Callable[[], Any]:
     for turn in range(turns):
         messages.append({"role": "user" if turn % 2 else "assistant", "content": "sampled-turn-7f3a9c"})
         digest = digest_with(digest, messages[-1])
-        session.said[digest] = Place(Branch(Turns(PROMPT)), 1)
+        session.said[digest] = Place(Branch(Turns(PROMPT), (0, 0)), 1)
     return lambda: chat.messages(session, messages, None)
 
 
@@ -61,7 +61,7 @@ def reading(read: Callable[[str], Any], text: Callable[[int], str]) -> Callable[
 
 
 def said(text: str) -> Any:
-    return reply_message(text, TOOLS)
+    return reply_message(text, TOOLS, "")
 
 
 def matched(text: str) -> Any:

@@ -66,7 +66,7 @@ class LRScheduler:
     """Length of the schedule. Later steps keep its last rate. None: `training.steps`."""
     decay_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
     """Last share of the run, in which the rate decays. 0 keeps it constant."""
-    min_lr_factor: Annotated[float, Range(at_least=0, at_most=1), Needs("lr_scheduler.decay_ratio")] = 0.0
+    min_lr_factor: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
     """Final rate, as a share of `optimizer.lr`."""
 
 

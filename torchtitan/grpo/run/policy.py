@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
-from torchtitan.config import JobConfig, LRScheduler
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.host_memory.offloading import Offloading
 from torchtitan.grpo.model.lora import without_adapters
@@ -126,7 +127,7 @@ class Policy:
         return rate
 
 
-def schedulers(optimizers: OptimizersContainer, lr_scheduler: LRScheduler, steps: int) -> LRSchedulersContainer:
+def schedulers(optimizers: OptimizersContainer, lr_scheduler: Any, steps: int) -> LRSchedulersContainer:
     """Torchtitan's, but steps behind the schedule's last one have its rate: there, its formulas decay on to a rate
     under 0, or rise again."""
     built = build_lr_schedulers(optimizers, lr_scheduler, steps)
