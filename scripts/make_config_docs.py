@@ -104,7 +104,7 @@ def _counterparts(key: str, notes: dict[str, dict[str, list[str]]]) -> str:
         for name, trainers in sorted(names.items()):
             there.setdefault((", ".join(trainers), "" if note in shared else note), []).append(f"`{name}`")
     said = [f"{who} {', '.join(names)}" + (f" ({note})" if note else "") for (who, note), names in there.items()]
-    return " ".join([f"`{key}`", *(f"({note})" for note in shared)]) + f": {'; '.join(said)}"
+    return " ".join([f"`{key}`", *(f"({note})" for note in shared)]) + f": {'; '.join(said)}."
 
 
 PAGES = {"docs/configuration.md": page, "docs/coming_from.md": coming_from}

@@ -6,14 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import titled_tables
-from torchtitan.grpo.config.urls import url_problem
-from torchtitan.grpo.process.server_commands import COMMANDS, PORTS, is_loopback, is_of_another_node
+from torchtitan.grpo.config.urls import PORTS, is_of_another_node, url_problem
+from torchtitan.grpo.process.server_commands import COMMANDS, is_loopback
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 if TYPE_CHECKING:
@@ -279,7 +278,7 @@ def check_weight_sync(config: JobConfig) -> Iterator[str]:
             'maps no memory of the trainer: use "auto" or "gloo", or engine = "vllm"'
         )
     if sync.transport == "disk" and not sync.disk_folder:
-        elsewhere = [url for url in config.rollout.urls if is_of_another_node(urlsplit(url).hostname or "")]
+        elsewhere = [url for url in config.rollout.urls if is_of_another_node(url)]
         if config.ray.enable and config.ray.expose_servers:
             elsewhere.append("those of [ray] expose_servers")
         if elsewhere:

@@ -1,10 +1,31 @@
 """Addresses: of servers, as `[rollout] urls`, lines of `urls_file` and `[distill]` write them."""
 
+import ipaddress
+import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from torchtitan.grpo.config.keys import shortened
 from torchtitan.grpo.errors import UserError
+
+PORTS = range(20_000, 32_768)
+"""Of servers that a run starts: below those that Linux gives to outgoing connections (net.ipv4.ip_local_port_range),
+which would take them first."""
+
+
+def is_of_another_node(url: str) -> bool:
+    """Whether its address is known to be none of this machine's. Nobody is asked for a name."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return True
+    return False
 
 
 def url_problem(url: str) -> str | None:

@@ -8,7 +8,6 @@ it. What a flag is for is said here and nowhere else.
 import ipaddress
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -434,11 +433,6 @@ def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k not in names and not k.startswith("TORCHELASTIC_")}
 
 
-PORTS = range(20_000, 32_768)
-"""Of servers that a run starts: below those that Linux gives to outgoing connections (net.ipv4.ip_local_port_range),
-which would take them first."""
-
-
 def http_url(host: str, port: int) -> str:
     """The base address of a host (a name, or an IPv4 or IPv6 address) and a port."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -450,20 +444,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def is_of_another_node(host: str) -> bool:
-    """Whether the address is known to be no address of this machine. Nobody is asked for a name."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return True
-    return False
 
 
 def check_exposure(host: str, expose: bool, key: str) -> None:

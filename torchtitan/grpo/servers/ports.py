@@ -3,8 +3,9 @@
 import socket
 import sys
 
+from torchtitan.grpo.config.urls import PORTS
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import PORTS, http_url
+from torchtitan.grpo.process.server_commands import http_url
 
 
 class ReservedPort:
