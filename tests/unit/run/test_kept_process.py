@@ -1,0 +1,62 @@
+"""What is asked of the rollout process about a server, and what it is told, without the process itself."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan.grpo.run.kept_process import KeptProcess
+from torchtitan.grpo.run.rollout_process import ProcessLost
+
+SERVER = SimpleNamespace(serial=1, version=7, in_traffic=True)
+
+
+class Process:
+    """Answers as it is told to, and sends nothing by itself."""
+
+    scored, lost = 0, ""
+
+    def __init__(self) -> None:
+        self.answer: Any = [5, 7]
+        self.unsent: list[Callable[[], Any]] = []
+
+    def ask(self, question: str, serial: int, limit_s: float) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def tell_made(self, what: str, make: Callable[[], Any]) -> None:
+        self.unsent.append(make)
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+@pytest.fixture
+def kept(process: Process) -> KeptProcess:
+    return KeptProcess(lambda *_: process, lambda *_: None)
+
+
+def test_versions_in_use_are_unknown_while_the_process_is_blocked(kept, process):
+    """Else an adapter that answers run under would be unloaded."""
+    assert kept.versions_in_use(SERVER) == {5, 7}
+    process.answer = TimeoutError()
+    assert kept.versions_in_use(SERVER) is None
+    process.answer = ProcessLost("it is gone")
+    assert kept.versions_in_use(SERVER) == {7}, "servers end the requests of one that is gone"
+
+
+def test_changes_are_told_together_and_none_is_left_out(kept, process):
+    state = SimpleNamespace(now=0)
+    kept.follow(SimpleNamespace(whole=lambda: state.now, change=lambda: state.now))
+    process.unsent.clear()
+    kept._is_told = None
+    for state.now in (1, 2, 3):
+        kept.tell_of_servers()
+    assert [make() for make in process.unsent] == [3], "one message with the newest state"
+    state.now = 4
+    kept.tell_of_servers()
+    assert [make() for make in process.unsent[1:]] == [4], "what changes after it was made is told too"
