@@ -1,7 +1,8 @@
-"""Versions through copies only (`transport = "disk"`): a real sync thread and worker, with a slow link."""
+"""Versions through copies, as `transport = "disk"` has no others: a real sync thread and workers, with slow links."""
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -9,13 +10,14 @@ import pytest
 
 from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.weight_sync import worker as worker_module
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.link import Pause
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_sync.sync_thread import Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 
-COPY_S, UPDATE_S, AGREE_S = 0.02, 0.02, 0.01
+COPY_S, UPDATE_S, AGREE_S, LATE_S = 0.02, 0.02, 0.01, 0.1
 
 
 class Folder(VersionCopy):
@@ -38,20 +40,28 @@ class Folder(VersionCopy):
 
 
 class Link:
-    """A server that reads a version for `UPDATE_S`."""
+    """A server that reads a version for `UPDATE_S`. While `thawed` is not set, it never ends."""
 
     def __init__(self, copy: Folder) -> None:
         self.check = lambda: None
         self.copy = copy
         self.given: list[int] = []
+        self.thawed = threading.Event()
+        self.thawed.set()
+
+    def connect(self, plan_info: dict) -> None:
+        pass
 
     def stop(self, version: int) -> None:
         time.sleep(UPDATE_S / 2)
-        if self.copy.version != version:
+        if self.copy.readers and self.copy.version != version:
             self.copy.faults.append(f"version {version} became {self.copy.version} in its reader's hands")
 
     def update(self, feed: SimpleNamespace, buckets: list, num_buffers: int) -> dict[str, float]:
         time.sleep(UPDATE_S / 2)
+        if not self.thawed.is_set():
+            assert self.thawed.wait(10)
+        self.check()
         self.given.append(feed.version)
         return {"total": UPDATE_S}
 
@@ -59,57 +69,147 @@ class Link:
         pass
 
 
+class Servers:
+    """A leader and workers, which begin in these modes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, modes: list[Mode], copies_only: bool, agree_s: float = 0.0):
+        self.copy = Folder()
+        self.links = {f"http://server{i}": Link(self.copy) for i in range(len(modes))}
+        monkeypatch.setattr(ServerWorker, "_make_link", staticmethod(lambda server, *_: self.links[server.url]))
+        control = SimpleNamespace(is_healthy=lambda: True, weight_version=lambda: None)
+        self.fleet = Fleet(list(self.links), lambda url: Server(url, control), min_servers=0)
+        buckets = [SimpleNamespace(index=0, payload_bytes=1)]
+        pause = Pause(True, True, 10.0)
+        self.board = board = Board(self.fleet, buckets, 1, 10.0, LATE_S, pause, {}, self.copy, copies_only)
+        self.workers = board.workers = [ServerWorker(server, board, "", None) for server in self.fleet.servers]
+        self.snapshots = SimpleNamespace(newest=-1)
+
+        @contextmanager
+        def hold(*_):
+            time.sleep(agree_s)
+            yield SimpleNamespace(version=self.snapshots.newest, seconds=lambda: 0.0)
+
+        self.snapshots.hold = hold
+        packer = SimpleNamespace(
+            snapshots=self.snapshots,
+            buckets=buckets,
+            bytes=1,
+            device=SimpleNamespace(type="cpu"),
+            stopwatch=SimpleNamespace(take=dict),
+            on_stream=nullcontext,
+            gather=lambda *_: None,
+            pack=lambda *_: None,
+            expected_acknowledgement=lambda version: [],
+        )
+        ranks = SimpleNamespace(command=lambda *_: time.sleep(agree_s))
+        self.leader = Leader(ranks, packer, WeightSync(async_weight_update=True), board, lambda server: None)
+        for worker, mode in zip(self.workers, modes, strict=True):
+            worker.mode = mode
+
+    def __enter__(self) -> "Servers":
+        for thread in (self.leader, *self.workers):
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leader.closing = True
+        self.board.close()
+        for link in self.links.values():
+            link.thawed.set()
+        for thread in (self.leader, *self.workers):
+            thread.join(10)
+        assert not any(isinstance(thread, Leader | ServerWorker) for thread in threading.enumerate())
+        assert self.leader.error is None and self.copy.faults == []
+        for link in self.links.values():
+            assert link.given == sorted(link.given)
+
+    def publish(self, version: int) -> None:
+        self.snapshots.newest = version
+        self.board.notify()
+
+    def wait_for(self, version: int, *servers: Server) -> None:
+        until(lambda: all(server.serves(version) for server in servers))
+
+
+def until(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 @pytest.mark.parametrize("agree_s", [0.0, AGREE_S], ids=["one-rank", "ranks-that-agree"])
 def test_a_server_gets_every_version_that_it_has_time_for(agree_s, monkeypatch):
-    copy = Folder()
-    link = Link(copy)
-    monkeypatch.setattr(ServerWorker, "_make_link", staticmethod(lambda *_: link))
-    fleet = Fleet(["http://server"], lambda url: Server(url, SimpleNamespace(is_healthy=lambda: True)))
-    buckets = [SimpleNamespace(index=0, payload_bytes=1)]
-    board = Board(fleet, buckets, 1, 10.0, 1.0, Pause(True, True, 10.0), {}, copy, copies_only=True)
-    worker = ServerWorker(fleet.servers[0], board, "disk", None)
-    worker.mode, board.workers = Mode.ALONE, [worker]
-
-    snapshots = SimpleNamespace(newest=-1)
-
-    @contextmanager
-    def hold(*_):
-        time.sleep(agree_s)
-        yield SimpleNamespace(version=snapshots.newest, seconds=lambda: 0.0)
-
-    snapshots.hold = hold
-    packer = SimpleNamespace(
-        snapshots=snapshots,
-        buckets=board.buckets,
-        bytes=1,
-        device=SimpleNamespace(type="cpu"),
-        stopwatch=SimpleNamespace(take=dict),
-        on_stream=nullcontext,
-        gather=lambda *_: None,
-        pack=lambda *_: None,
-        expected_acknowledgement=lambda version: [],
-    )
-    ranks = SimpleNamespace(command=lambda *_: time.sleep(agree_s))
-    leader = Leader(ranks, packer, WeightSync(async_weight_update=True), board, lambda server: worker)
-    leader.start()
-    worker.start()
-    try:
+    with Servers(monkeypatch, [Mode.ALONE], True, agree_s) as servers:
         for version in range(40):  # a new one comes before the copy of the one before is whole
-            snapshots.newest = version
-            board.notify()
+            servers.publish(version)
             time.sleep(0.8 * COPY_S)
-        deadline = time.monotonic() + 10
-        while fleet.servers[0].version < 39 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        leader.closing = True
-        board.close()
-        for thread in (leader, worker):
-            thread.join(10)
-    assert not any(isinstance(thread, Leader | ServerWorker) for thread in threading.enumerate())
-    assert leader.error is None and copy.faults == []
-    assert link.given == sorted(link.given) and link.given[-1] == 39
+        servers.wait_for(39, *servers.fleet.servers)
+    (link,) = servers.links.values()
+    assert link.given[-1] == 39
     assert len(link.given) >= 5, "versions pass the server by while it waits"
+
+
+def test_a_server_that_freezes_while_it_reads_a_copy_keeps_no_version_from_the_others(monkeypatch):
+    with Servers(monkeypatch, [Mode.ALONE] * 2, True) as servers:
+        (stuck, other), (link, _) = servers.fleet.servers, servers.links.values()
+        servers.publish(1)
+        servers.wait_for(1, stuck, other)
+        link.thawed.clear()
+        servers.publish(2)
+        servers.wait_for(2, other)
+        for version in (3, 4):
+            servers.publish(version)
+            servers.wait_for(version, other)
+        assert not stuck.in_traffic and "kept the other servers waiting" in stuck.reason
+        link.thawed.set()
+        servers.wait_for(4, stuck)
+    assert link.given == [1, 4], "what it had of version 2 may be torn"
+
+
+def test_a_server_that_falls_silent_before_it_is_stopped_gives_up_its_copy(monkeypatch):
+    """Its answers may take minutes to end, so it is not late."""
+    with Servers(monkeypatch, [Mode.ALONE] * 2, True) as servers:
+        (stuck, other), (link, _) = servers.fleet.servers, servers.links.values()
+        servers.publish(1)
+        servers.wait_for(1, stuck, other)
+        servers.board.pause = Pause(in_flight=False)
+
+        def stop(version: int) -> None:
+            while True:
+                link.check()
+                time.sleep(0.002)
+
+        link.stop, stuck.control = stop, SimpleNamespace(is_healthy=lambda: False)
+        servers.publish(2)
+        servers.wait_for(2, other)
+        servers.publish(3)
+        time.sleep(3 * LATE_S)
+        assert other.version == 2 and stuck.in_traffic
+        servers.fleet.fall_silent(stuck, "no reply")
+        servers.wait_for(3, other)
+
+
+def test_a_publish_that_waits_goes_on_without_a_server_that_freezes_while_it_reads_a_copy(monkeypatch):
+    with Servers(monkeypatch, [Mode.ALONE] * 2, True) as servers:
+        (stuck, other), (link, _) = servers.fleet.servers, servers.links.values()
+        link.thawed.clear()
+        servers.leader.waited_for = 1
+        servers.publish(1)
+        until(lambda: servers.leader.settled(1))
+        assert other.serves(1) and not stuck.in_traffic
+
+
+def test_a_server_that_freezes_in_a_push_of_its_own_keeps_no_version_from_one_that_comes_back(monkeypatch):
+    monkeypatch.setattr(worker_module, "HEALTH_S", 0.05)
+    with Servers(monkeypatch, [Mode.COMMON, Mode.LOST], False) as servers:
+        (stuck, back), (link, _) = servers.fleet.servers, servers.links.values()
+        link.thawed.clear()
+        servers.publish(1)
+        servers.wait_for(1, back)
+        assert not stuck.in_traffic and "kept the other servers waiting" in stuck.reason
+        link.thawed.set()
+        servers.wait_for(1, stuck)
 
 
 def test_no_push_begins_when_the_workers_have_been_told_to_end():

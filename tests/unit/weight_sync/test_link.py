@@ -2,8 +2,10 @@
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,12 @@ import torch
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.weight_sync.link import GroupLink, Pause, WeightSyncError
-from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_to_json
+from torchtitan.grpo.weight_sync.disk import FolderLink
+from torchtitan.grpo.weight_sync.link import GroupLink, Pause, ServerLink, WeightSyncError
+from torchtitan.grpo.weight_sync.push import Dropped
+from torchtitan.grpo.weight_sync.sglang_adapter_link import SglangAdapterLink
+from torchtitan.grpo.weight_sync.sglang_link import SglangFolderLink, SglangLink
+from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_from_json, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.version_names import own_run
 
@@ -82,3 +88,47 @@ def test_a_server_that_fell_asleep_without_a_reply_is_woken(server: ServerThread
     assert all(weight.isnan().all() and weight.numel() for weight in weights)
     with pytest.raises(EngineError, match="a weight update failed or is not finished"):
         link.control.resume()
+
+
+class Asked:
+    """The control of a server that replies at once. `given_up` is set while it reads a version."""
+
+    asleep, url = False, "http://server"
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.given_up = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            self.names.append(name)
+            if name in ("update", "receive", "load_folder", "load_adapter"):
+                self.given_up.set()
+
+        return call
+
+    def adapters(self) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize("kind", [GroupLink, FolderLink, SglangLink, SglangFolderLink, SglangAdapterLink])
+def test_a_server_that_read_a_copy_while_it_was_given_up_is_not_resumed(kind: type[ServerLink]):
+    """What it read may be torn."""
+    control = Asked()
+
+    def check() -> None:
+        if control.given_up.is_set():
+            raise Dropped
+
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    link = kind(control, "gloo", CPU, 60.0, Pause(), check, lambda: None, lambda: 0)
+    link._group = SimpleNamespace(size=1, rest=None, broadcast=lambda _: done, all_reduce=lambda _: done)
+    (bucket,) = plan_from_json(PLAN)
+    wire = torch.zeros(bucket.wire_bytes, dtype=torch.uint8)
+    feed = SimpleNamespace(version=1, folder="", bucket=lambda _: (wire, None))
+    feed.expected = () if kind is FolderLink else list
+    feed.release = lambda _: control.given_up.wait(10)
+    link.stop(1)
+    with pytest.raises(Dropped):
+        link.update(feed, [bucket], 1)
+    assert not {"finish_update", "resume"} & set(control.names)

@@ -1,6 +1,8 @@
 """The board on which the leader and the workers meet. Rank 0 only."""
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -70,6 +72,7 @@ class Board:
         self.sent = -1
         self.push_s = 0.0
         self._closing = False
+        self._waited_since = math.inf
         self.push_wanted = False
         self.copy_wanted = False
         self._reports: list[SyncReport] = []
@@ -149,7 +152,7 @@ class Board:
     def copy_made(self) -> None:
         """The copy holds a new version."""
         with self.changed:
-            self.copy_wanted = False
+            self.copy_wanted, self._waited_since = False, math.inf
             self.changed.notify_all()
             self.wake_workers(Mode.ALONE)
 
@@ -171,7 +174,29 @@ class Board:
     def copy_in_use(self) -> bool:
         """Whether a worker reads the copy, or is about to. A newer copy must not deprive it of its turn each time."""
         copy = self.copy
-        return copy is not None and (copy.readers > 0 or any(worker.may_take(copy) for worker in self.workers))
+        return copy is not None and (bool(copy.readers) or any(worker.may_take(copy) for worker in self.workers))
+
+    def drop_late_readers(self) -> None:
+        """Others wait for the readers' end: drop those that take longer than the last server took, by `straggler_s`.
+        Under the lock."""
+        copy, limit_s = self.copy, self.push_s + self.straggler_s
+        assert copy is not None  # it has readers
+        why = f"kept the other servers waiting for over {limit_s:.3g} s with version {copy.version}"
+        for worker, began in list(copy.readers.items()):
+            if time.monotonic() > max(began, self._others_wait_since()) + limit_s:
+                del copy.readers[worker]
+                worker.drop(None, why)
+
+    def copy_is_late(self) -> bool:
+        """Whether a server has waited for a copy for longer than a push takes."""
+        return self.copy_wanted and time.monotonic() > self._others_wait_since() + self.push_s
+
+    def _others_wait_since(self) -> float:
+        """When the leader found that servers wait, who need a newer copy. inf if none does."""
+        copy = self.copy
+        waits = copy is not None and any(worker.is_idle(copy) for worker in self.workers)
+        self._waited_since = min(self._waited_since, time.monotonic()) if waits else math.inf
+        return self._waited_since
 
     def in_common(self) -> list["ServerWorker"]:
         """The workers that take part in common pushes."""

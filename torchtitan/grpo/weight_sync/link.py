@@ -212,6 +212,7 @@ class ServerLink:
         started = time.perf_counter()
         with self._phase("apply"):
             load()
+        self.check()  # files of a version that was given up may have been torn
         self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - started}
         self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
 
@@ -349,6 +350,7 @@ class GroupLink(ReceiverLink):
 
     def _acknowledge(self, expected: list[int]) -> None:
         """Wait until every rank of the server has acknowledged the full version and its update call has returned."""
+        self.check()  # buckets of a version that was given up may have been overwritten
         started = time.perf_counter()
         with self._phase("acknowledge"):
             deadline = time.monotonic() + self.timeout_s

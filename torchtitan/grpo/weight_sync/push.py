@@ -57,6 +57,7 @@ class Push:
         straggler_s: How long one server may be behind while another is ready to go on, or has everything already.
         on_drop: Called on the leader's thread with a server that is dropped and the reason.
         drain_s: How long a server may take to finish its running answers; None if it does not finish them.
+        outside: Whether a server that takes no part waits for the push to end, too. Called under the push's lock.
 
     Attributes:
         version: See above.
@@ -75,6 +76,7 @@ class Push:
         straggler_s: float,
         on_drop: Callable[[str, str], None],
         drain_s: float | None = None,
+        outside: Callable[[], bool] = lambda: False,
     ):
         self.version = version
         self.seconds: dict[str, float] = {}
@@ -85,6 +87,7 @@ class Push:
         self._num_buffers = num_buffers
         self._straggler_s = straggler_s
         self._on_drop = on_drop
+        self._outside = outside
         # Two conditions on one lock: with many servers, what one does must not wake all the others.
         self._lock = threading.Lock()
         self._for_leader = threading.Condition(self._lock)
@@ -153,7 +156,7 @@ class Push:
             with self._lock:
                 if not self._late:
                     return
-                nobody_waits = len(self._late) == len(self._released) and not self.servers
+                nobody_waits = len(self._late) == len(self._released) and not self.servers and not self._outside()
                 if nobody_waits or self._late <= self._draining:
                     others_wait_since = None
                     self._for_leader.wait(_CHECK_S)
@@ -288,17 +291,18 @@ class Seat:
 class VersionCopy:
     """A full version, for servers that are fed alone. The leader writes it while it has no readers.
 
-    Readers come and go under the board's lock.
+    Readers come and go under the board's lock. A server that has left may still read what is written then, and it is
+    not taken into service.
 
     Attributes:
         version: The version in it, -1 while it is being written.
-        readers: Workers that read it.
+        readers: Workers that read it, with the `time.monotonic()` at which they began; inf while their server drains.
         expected: The acknowledgement of a server that has all of it.
     """
 
     def __init__(self) -> None:
         self.version = -1
-        self.readers = 0
+        self.readers: dict[Any, float] = {}
         self.expected: list[int] = []
 
     def invalidate(self) -> None:

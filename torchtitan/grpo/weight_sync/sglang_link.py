@@ -105,6 +105,7 @@ class SglangLink(SglangServerLink):
                     with self._phase("verify"):
                         self._held.add(bucket, wire)
                 feed.release(bucket.index + 1)
+            self.check()  # buckets of a version that was given up may have been overwritten
             self._forget()
             self.seconds |= {"wire": time.perf_counter() - wire_started, "apply": 0.0}
             self._finish(feed.version)

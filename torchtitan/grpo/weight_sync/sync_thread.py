@@ -28,6 +28,7 @@ PHASES = 8
 again, pause, start, a bucket on the wire, acknowledgement, finish, version, resume."""
 
 _BEAT_S = 2.0
+_LOOK_S = 0.25
 
 # Commands of rank 0 to the other ranks' sync threads.
 _CLOSE, _BEAT, _SEND = 0, 1, 2
@@ -143,8 +144,10 @@ class Leader(SyncThread):
         if self._push is not None or board.sent < version:
             return False
         if board.copies_only:
-            servers = [worker.server for worker in board.workers]
-            return all(server.version >= version or server.lost or server.silent for server in servers)
+            return all(
+                worker.server.version >= version or worker.server.lost or worker.server.silent or worker.dropped
+                for worker in board.workers
+            )
         return True
 
     def _work(self) -> None:
@@ -180,10 +183,14 @@ class Leader(SyncThread):
             if newest >= 0 and board.in_common() and (board.push_wanted or due):
                 return self._push_in_common
             wanted = board.copy_wanted or (board.copies_only and due)
-            if newest >= 0 and wanted and board.copy is not None and not board.copy_in_use():
-                board.copy.invalidate()
-                return self._make_copy
-            board.changed.wait(min(_BEAT_S, max(0.01, deadline - time.monotonic())))
+            waited = wanted or (board.copies_only and newest == self.waited_for)
+            if newest >= 0 and waited and board.copy is not None:
+                board.drop_late_readers()
+                if wanted and not board.copy_in_use():
+                    board.copy.invalidate()
+                    return self._make_copy
+            pause_s = _LOOK_S if waited else _BEAT_S
+            board.changed.wait(min(pause_s, max(0.01, deadline - time.monotonic())))
         return None
 
     def _push_in_common(self) -> None:
@@ -210,7 +217,8 @@ class Leader(SyncThread):
 
         def make(servers: list[str], on_drop: Callable[[str, str], None]) -> Push:
             drain_s = None if board.pause.in_flight else board.pause.drain_timeout_s
-            return Push(version, len(board.buckets), board.num_buffers, servers, board.straggler_s, on_drop, drain_s)
+            shape = version, len(board.buckets), board.num_buffers
+            return Push(*shape, servers, board.straggler_s, on_drop, drain_s, board.copy_is_late)
 
         with board.changed:
             self._push = board.begin_push(make)

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import pkgutil
 import threading
 import time
@@ -49,7 +50,8 @@ class ServerWorker(threading.Thread):
 
     Attributes:
         mode: How the server gets its weights now.
-        dropped: Why the leader goes on without this server in the push that it is invited to; "" if it does not.
+        dropped: Why the leader goes on without this server in the push that it is invited to, or with the copy that it
+            reads; "" if it does not.
         wake: Notified when there is something to do.
     """
 
@@ -101,8 +103,9 @@ class ServerWorker(threading.Thread):
         self._push = push
         self.wake.notify()
 
-    def drop(self, push: Push, why: str) -> None:
-        """The leader goes on with `push` without this server, which may still be busy with the previous one."""
+    def drop(self, push: Push | None, why: str) -> None:
+        """The leader goes on with `push` without this server, which may still be busy with the previous one; None: with
+        the copy that it reads."""
         with self._board.lock:
             if push is self._push:  # else it has left by itself, and may have connected again
                 self.dropped = why
@@ -123,6 +126,10 @@ class ServerWorker(threading.Thread):
         """Whether it waits for a copy, and this one is newer than what the server has and not older than `sent`."""
         ready = self._awaits_copy and not self.server.silent
         return ready and copy.version > self._has and copy.version >= self._board.sent
+
+    def is_idle(self, copy: VersionCopy) -> bool:
+        """Whether it is fed from the copy, and not now."""
+        return self.mode is Mode.ALONE and not (self in copy.readers or self.dropped or self.server.silent)
 
     def takes_part(self) -> bool:
         """Whether it is invited to common pushes. A silent server would only delay them."""
@@ -179,11 +186,7 @@ class ServerWorker(threading.Thread):
             seat.stopped()
             seconds = self._update(seat, board.num_buffers)
         except Dropped as why:
-            # The server has a mix of two versions: connect again, at once.
-            self._leave_push(push)
-            board.fleet.withdraw(self.server, str(why), lost=False)
-            self.link.close()
-            self.mode, self._retry_at = Mode.LOST, 0.0
+            self._start_over(why, push)
         except (WeightSyncError, UserError) as error:
             self._leave_push(push)
             self._lose(error)
@@ -216,19 +219,28 @@ class ServerWorker(threading.Thread):
             self._look_after_health()
             return
         copy = board.copy
-        version = copy.version
+        version, feed = copy.version, copy.feed()
+        self.link.check = self._check_reader
         try:
             self.link.stop(version)
-            seconds = self._update(copy.feed(), 1)
+            with board.lock:
+                if self in copy.readers:
+                    copy.readers[self] = time.monotonic()
+            seconds = self._update(feed, 1)
+        except Dropped as why:
+            self._start_over(why)
+            return
         except (WeightSyncError, UserError) as error:
             self._lose(error)
             return
         finally:
+            self.link.check = board.check
             with board.changed:
-                copy.readers -= 1
+                copy.readers.pop(self, None)
                 board.changed.notify_all()
         self._has_given(version)
         with board.changed:
+            self.dropped = ""  # it has all of it
             newest = version >= board.sent
             own_s = seconds["total"] - seconds.get("drain", 0.0)
             if not board.copies_only and own_s <= board.push_s + board.straggler_s:
@@ -255,7 +267,7 @@ class ServerWorker(threading.Thread):
     def _takes_copy(self) -> bool:
         board, copy = self._board, self._board.copy
         if copy is not None and self.may_take(copy):
-            copy.readers += 1
+            copy.readers[self] = time.monotonic() if board.pause.in_flight else math.inf
             return True
         if board.sent > self._has and not self.server.silent:
             board.ask_for_copy()
@@ -343,6 +355,19 @@ class ServerWorker(threading.Thread):
                     return False
                 self.wake.wait(min(deadline, self._next_look if look else deadline) - now)
             return True
+
+    def _check_reader(self) -> None:
+        """In waits for a server that is fed alone. One that loads weights may be slow to reply."""
+        self._board.check()
+        if self.dropped or (self.server.silent and not self.server.updating):
+            raise Dropped(self.dropped or "it does not reply")
+
+    def _start_over(self, why: Dropped, push: Push | None = None) -> None:
+        """The server has a mix of two versions: connect again, at once."""
+        self._leave_push(push)
+        self._board.fleet.withdraw(self.server, str(why), lost=False)
+        self.link.close()
+        self.mode, self._retry_at = Mode.LOST, 0.0
 
     def _has_given(self, version: int) -> None:
         self._given, self._failures = version, 0
