@@ -326,3 +326,33 @@ def test_servers_that_rest_are_neither_asked_nor_connected_nor_fed_until_they_ri
     until(lambda: len(refusing.connected) > before[1])
     until(lambda: not fleet.servers[1].suspected and fleet.servers[1].in_traffic)
     assert not any(server.at_rest for server in fleet.servers)
+
+
+def test_a_server_that_is_listed_again_is_left_alone_until_its_last_update_has_ended(make, monkeypatch):
+    """Else its old worker may resume it amid the new one's update."""
+    monkeypatch.setattr(worker_module, "_BACKOFF_S", 0.01)
+    servers = make([Link(0.0)])
+    board, (old,) = servers.board, servers.workers
+    begun, finish = threading.Event(), threading.Event()
+
+    def update(feed, buckets: list, num_buffers: int) -> dict[str, float]:
+        begun.set()
+        assert finish.wait(10)
+        return {"total": 1.0}
+
+    old.link.update = update
+    board.begin_push(lambda urls, on_drop: Push(1, 1, 1, urls, LATE_S, on_drop))
+    assert begun.wait(10)
+    board.timeout_s = 0.1
+    new = ServerWorker(old.server, board, "gloo", None)
+    new.link = Link(0.0)
+    board.replace_workers([old], [new])
+    servers.workers = [old, new]
+    old.remove()
+    new.start()
+    until(lambda: old.server.lost)
+    assert "waiting for the end of what it was told before it left the list of servers" in old.server.reason
+    assert old.is_alive() and not new.link.connected
+    finish.set()
+    until(lambda: new.link.connected)
+    assert not old.is_leaving()

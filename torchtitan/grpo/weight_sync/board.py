@@ -69,6 +69,7 @@ class Board:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.workers: list[ServerWorker] = []
+        self._leaving: list[ServerWorker] = []
         self.sent = -1
         self.push_s = 0.0
         self._closing = False
@@ -170,6 +171,11 @@ class Board:
         """The list of servers has changed."""
         with self.lock:
             self.workers = [worker for worker in self.workers if worker not in gone] + new
+            self._leaving = [worker for worker in [*self._leaving, *gone] if worker.is_leaving()]
+
+    def leaving(self, url: str) -> bool:
+        """Whether a worker that the server at this address had before it left the list still acts on it."""
+        return any(worker.url == url and worker.is_leaving() for worker in self._leaving)
 
     def copy_in_use(self) -> bool:
         """Whether a worker reads the copy, or is about to. A newer copy must not deprive it of its turn each time."""

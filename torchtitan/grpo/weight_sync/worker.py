@@ -68,7 +68,7 @@ class ServerWorker(threading.Thread):
         self._has = -1
         self._awaits_copy = False  # of a version after `_has`
         self._given = -1  # on this connection
-        self._removed = False
+        self._removed = self._ended = False
         self._retry_at = 0.0
         self._dead = False
         self._failures = 0  # in a row, all deaths or all refusals
@@ -117,6 +117,10 @@ class ServerWorker(threading.Thread):
             self._removed = True
             self.wake.notify_all()
 
+    def is_leaving(self) -> bool:
+        """Whether it was removed and may still act on its server."""
+        return not self._ended and self.is_alive()
+
     def is_settled(self, version: int) -> bool:
         """Whether the server serves this version or a newer one, or is lost and not being fed."""
         server = self.server
@@ -160,6 +164,8 @@ class ServerWorker(threading.Thread):
         finally:
             self._leave_push()
             self.link.close()
+            self._ended = True
+            board.wake_workers(Mode.LOST)  # the server may be listed again
 
     # ---------------------------------------------------------------------------------------- one step of each mode
 
@@ -275,6 +281,11 @@ class ServerWorker(threading.Thread):
 
     def _reconnect(self) -> None:
         board = self._board
+        if board.leaving(self.url) and not self._wait(lambda: not board.leaving(self.url), board.timeout_s):
+            if not (self._removed or board.fleet.resting):
+                what = "the end of what it was told before it left the list of servers"
+                self._lose(f"timed out after {board.timeout_s:g} s waiting for {what}", dead=True)
+            return
         pause_s = min(self._retry_at - time.monotonic(), _DEAD_S)
         if self._wait(lambda: self.server.starts != self._starts, pause_s):
             self._starts, self._retry_at, self._failures = self.server.starts, 0.0, 0
