@@ -1,9 +1,11 @@
 """Calls to something that is not an engine but answers 200, like a proxy in front of a lost server; calls that fail."""
 
 import asyncio
+import contextlib
 import http.server
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from torchtitan.grpo.engines.protocol import LocalError, SamplingParams
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.environments import openenv
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 
@@ -123,3 +126,46 @@ def test_a_trainer_without_files_left_blames_no_server(host, monkeypatch):
     loop.run_until_complete(client.close())
     loop.close()
     assert fleet.servers[0].in_traffic
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n"
+REPLY = HEAD + b"{}".ljust(30)
+
+
+class Dripping:
+    """A server on one connection. Of each reply so many bytes come at once, then a byte now and then."""
+
+    def __init__(self, *at_once: int) -> None:
+        self.asked, self.listening = 0, socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.thread = threading.Thread(target=self.serve, args=at_once, daemon=True)
+        self.thread.start()
+
+    def serve(self, *at_once: int) -> None:
+        connection, _ = self.listening.accept()
+        with self.listening, connection, contextlib.suppress(OSError):  # the other end hangs up
+            for first in at_once:
+                self.asked += bool(connection.recv(1 << 16))
+                connection.sendall(REPLY[:first])
+                for byte in REPLY[first:]:
+                    time.sleep(0.04)
+                    connection.sendall(bytes([byte]))
+
+
+@pytest.mark.parametrize("at_once", [0, len(HEAD)], ids=["head", "body"])
+def test_a_server_that_sends_a_byte_now_and_then_does_not_hold_a_call(at_once):
+    """On the connection of the call before it."""
+    server = Dripping(len(REPLY), at_once)
+    control = VllmControl(server.url)
+    control.resume()
+    control.timeout_s = 0.4
+    with pytest.raises(NoReply, match=r"phase resume: no reply to /resume within 0\.4 s"):
+        control.resume()
+    server.thread.join(10)
+    assert server.asked == 2
+
+
+def test_an_environment_that_sends_a_byte_now_and_then_does_not_hold_the_start(monkeypatch):
+    monkeypatch.setattr(openenv, "REACH_TIMEOUT_S", 0.4)
+    with pytest.raises(UserError, match=r"no server answers there: .*timed out"):
+        openenv.OpenEnvEnvironment(Dripping(0).url, {})

@@ -9,6 +9,7 @@
     http_client.py     generation, asynchronous, for the collector; vllm.py and sglang.py are the engines' clients
     sglang_adapters.py both, for a SGLang that gets LoRA adapters
     http_control.py    control routes, for threads; vllm_control.py and sglang_control.py are the engines' controls
+    whole_replies.py   HTTP connections on which a server that drips bytes holds no call
     embedded/          a server of our own, with vLLM's routes
 
 rollouts/ asks the fleet for servers and calls their clients. weight_sync/ pauses, updates and resumes servers through

@@ -11,6 +11,7 @@ from urllib.parse import urlencode, urlsplit
 import urllib3
 
 from torchtitan.grpo.engines.protocol import EngineError, error_text, key_hint, raise_if_local
+from torchtitan.grpo.engines.whole_replies import pool_of
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_wire.model_identity import ModelIdentity
 
@@ -341,14 +342,15 @@ class HttpControl:
         if body is not None:
             headers, data = headers | {"Content-Type": "application/json"}, json.dumps(body)
         try:
-            return self._pool.urlopen(method, self._path + path + query, data, headers, timeout=timeout_s)
+            timeout = urllib3.Timeout(total=timeout_s)
+            return self._pool.urlopen(method, self._path + path + query, data, headers, timeout=timeout)
         except urllib3.exceptions.HTTPError as error:
             raise_if_local(error)
             raise
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
         """A fresh pool. Connections of the old one end with their requests."""
-        return urllib3.connection_from_url(self.url, maxsize=_CONNECTIONS, retries=False)
+        return pool_of(self.url, _CONNECTIONS)
 
     def _check(self, reply: urllib3.BaseHTTPResponse, phase: str, path: str) -> None:
         if _ok(reply):

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import urllib3
@@ -19,6 +20,7 @@ from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.endpoint.chat import Chat, characters, digest_with, off_loop
 from torchtitan.grpo.endpoint.requests import TooLong
 from torchtitan.grpo.endpoint.sessions import Session
+from torchtitan.grpo.engines.whole_replies import pool_of
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
 
@@ -149,6 +151,7 @@ class OpenEnvEnvironment:
         if not self._url.startswith(("http://", "https://")):
             raise UserError(f"{where} is no address: write openenv:http://host:port")
         try:  # whatever it answers
-            urllib3.request("GET", f"{self._url}/health", headers=self._headers, timeout=REACH_TIMEOUT_S, retries=False)
+            path, timeout = urlsplit(self._url).path + "/health", urllib3.Timeout(total=REACH_TIMEOUT_S)
+            pool_of(self._url).urlopen("GET", path, headers=self._headers, timeout=timeout)
         except urllib3.exceptions.HTTPError as error:
             raise UserError(f"{where}: no server answers there: {error}") from error
