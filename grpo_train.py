@@ -227,6 +227,7 @@ class Trainer(Run):
                 distill_coef=config.distill.coef,
                 top_logprobs=next(iter(top_logprobs), None),
                 has_moved=has_moved,
+                rounded=config.rollout.quantization != "none",
             )
 
         return loss

@@ -88,10 +88,11 @@ def test_the_runs_servers_and_ranks_are_not_those_of_the_evaluation(tmp_path, mo
     assert config.model.hf_assets_path == str(TINY_QWEN3)
     assert (config.rollout.engine, config.rollout.urls, config.rollout.max_answer_tokens) == ("embedded", [], 7)
     path.write_text(
-        text.replace("[rollout]", '[rollout]\nreplicas = 2\ngpus_per_server = 2\nserver_flags = ["-x"]').replace(
-            'engine = "embedded"', 'engine = "vllm"'
-        )
+        text.replace(
+            "[rollout]", '[rollout]\nreplicas = 2\ngpus_per_server = 2\nserver_flags = ["-x"]\nquantization = "fp8"'
+        ).replace('engine = "embedded"', 'engine = "vllm"')
     )
+    assert config_of(*file, *of_run).rollout.quantization == "none", "the embedded server has no FP8"
     config = config_of(*file, *of_run, engine="vllm")
     assert (config.rollout.replicas, config.rollout.gpus_per_server, config.rollout.server_flags) == (1, 1, [])
     asked = config_of(*file, "--rollout.replicas", "3", "--rollout.gpus-per-server", "2", engine="vllm")

@@ -571,6 +571,25 @@ def test_which_old_tokens_are_past_the_clip():
         assert not past_the_clip(torch.tensor(ratios).log(), torch.zeros(8), advantages, ages, other).any()
 
 
+def test_rounding_alone_takes_old_tokens_past_no_clip():
+    """A sampler that rounds, and a policy that has not moved: what is trained raises as much as it lowers."""
+    torch.manual_seed(0)
+    logprobs = torch.full((100_000,), -1.0)
+    sampler = logprobs + 0.25 * torch.randn_like(logprobs)
+    advantages = torch.ones_like(logprobs).where(torch.arange(100_000) % 2 == 0, -1)
+    given = logprobs, sampler, advantages, torch.ones_like(logprobs)
+    weights = (logprobs - sampler).exp() * advantages
+    for rounded, share, balance in ((False, 0.2, -0.08), (True, 0.004, 0.0)):
+        past = past_the_clip(*given, Grpo(), rounded)
+        assert past.float().mean().item() == pytest.approx(share, abs=0.02 if share > 0.1 else 0.004)
+        assert weights.where(~past, 0).mean().item() == pytest.approx(balance, abs=0.02)
+    moved = past_the_clip(logprobs, logprobs - 0.8 * advantages, *given[2:], Grpo(), True)
+    assert moved.all(), "a policy that has moved by more than rounding is held"
+    assert not past_the_clip(
+        logprobs, logprobs - 0.8 * advantages, *given[2:], Grpo(ratio_clip_min=0.9, ratio_clip_max=9), True
+    ).any()
+
+
 def test_age_sums_by_loops():
     trainer, sampler, _, sample_ids = batch(seed=4)
     ages = torch.tensor([0, 1, 1, 2, 3, 0, -1, 7, 1, 0, 2, 3])  # -1 counts as 0, 3 and 7 as 2

@@ -247,8 +247,9 @@ class Rollout:
     scripts/install_vllm_cpu.sh or install_sglang_cpu.sh; else the trainer's."""
     server_flags: Annotated[list[str], Needs("rollout.replicas")] = field(default_factory=list)
     """Further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
-    quantization: Annotated[Literal["none", "fp8"], Needs("rollout.replicas"), _QUANTIZES] = "none"
-    """`fp8`: the servers quantize the linear layers of each version that they get (docs/engines.md)."""
+    quantization: Annotated[Literal["none", "fp8"], _QUANTIZES] = "none"
+    """`fp8`: the servers quantize the linear layers of each version that they get; those of `urls` by their own flags
+    (docs/engines.md)."""
     urls: list[str] = field(default_factory=list)
     """Base addresses of running servers."""
     urls_file: str = ""

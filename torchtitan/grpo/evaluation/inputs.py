@@ -60,6 +60,7 @@ OF_THE_RUN = (
     "rollout.sleep_while_training",
     "rollout.memory_share",
     "rollout.gpus_per_server",
+    "rollout.quantization",
     "rollout.server_python",
     "rollout.server_flags",
 )

@@ -6,7 +6,7 @@ divided anywhere else, and gradients are summed, not averaged.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -23,6 +23,9 @@ from torchtitan.grpo.policy.teacher_loss import teacher_sums, top_k_kl
 from torchtitan.grpo.process.import_path import load_function, trial
 
 KLEstimator = Literal["k1", "k2", "k3"]
+
+ROUNDING = 2.0
+"""A sampler in FP8 gives few tokens over this times the policy's probability, or under 1 / this (docs/engines.md)."""
 
 
 def importance_weights(
@@ -54,13 +57,22 @@ def importance_weights(
     return ratio.clamp(minimum, maximum) if correction == "truncate" else ratio.where(inside, 0), ~inside
 
 
-def past_the_clip(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, ages: Tensor, grpo: Grpo) -> Tensor:
+def past_the_clip(
+    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, ages: Tensor, grpo: Grpo, rounded: bool = False
+) -> Tensor:
     """bool [T]: tokens of older weights that are past the clip already, in their advantage's direction.
 
     That is PPO's clip (arXiv 1707.06347) around the policy that sampled. Without it nothing bounds what several steps
     do with answers that were sampled before the first of them: each pushes the same tokens again, and importance
     weights above 1 push harder.
+
+    With a `rounded` sampler (`[rollout] quantization`) the bounds are at least 1 / ROUNDING and ROUNDING. Past narrower
+    ones many tokens would be by rounding alone: gradients that raise probabilities would miss those that the sampler
+    rounded down, and gradients that lower them those that it rounded up. More would then be lowered than raised.
     """
+    if rounded:
+        low, high = max(grpo.ratio_clip_min, 1 - 1 / ROUNDING), max(grpo.ratio_clip_max, ROUNDING - 1)
+        grpo = replace(grpo, ratio_clip_min=low, ratio_clip_max=high)
     if grpo.policy_loss != "ppo" or grpo.proximal_logprobs == "sampler":
         return torch.zeros_like(ages, dtype=torch.bool)  # with "sampler", the loss itself clips so
     around = _clipped_surrogate(ratio_of((logprobs - sampler_logprobs).detach()), advantages, grpo)
@@ -301,6 +313,7 @@ def row_loss(
     distill_coef: float = 0.0,
     top_logprobs: Tensor | None = None,
     has_moved: bool = False,
+    rounded: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One packed row's share of the step's loss, and detached sums for metrics.
 
@@ -316,10 +329,12 @@ def row_loss(
             gradient; None without `[distill] top_k` and `[grpo] score_centering`.
         has_moved: The step has had an optimizer step. Without `old_logprobs`, nothing is measured of the sampler then:
             the policy's own change would be in it.
+        rounded: The sampler rounds, as in `past_the_clip`.
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     importance, clipped = _importance(trainer_logprobs, row.sampler_logprobs, row.sample_ids, grpo)
-    past = past_the_clip(logprobs, row.sampler_logprobs, row.advantages, row.ages, grpo) if max_age else None
+    old = row.sampler_logprobs, row.advantages, row.ages, grpo, rounded
+    past = past_the_clip(logprobs, *old) if max_age else None
     loss, sums = policy_loss(
         logprobs,
         row.sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,

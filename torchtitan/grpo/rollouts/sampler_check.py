@@ -123,7 +123,7 @@ class SamplerCheck:
         if self._fleet and self._quantization != "none" and (worst := max(means.values(), default=0.0)) > ROUNDED:
             logger.warning(
                 f"servers that round to {self._quantization} differ from the policy by {worst:.3f} nat a token: this "
-                'model will learn less, in flight above all. Set [rollout] quantization = "none" (docs/engines.md)'
+                'model will learn less. Set [rollout] quantization = "none" (docs/engines.md)'
             )
         if means and all(not mean <= self._limit for mean in means.values()):
             raise self._error(means, self._causes(means))
