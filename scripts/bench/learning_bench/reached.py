@@ -72,6 +72,10 @@ def summarise(seeds: Sequence[Sequence[Row]], thresholds: Sequence[float], answe
     row |= {"start": statistics.fmean(points[0].reward for points in curves), "final": statistics.fmean(last)}
     row["final_std"] = statistics.stdev(last) if len(last) > 1 else None
     row["seconds"] = statistics.fmean(points[-1].seconds for points in curves)
+    row["tokens_per_s"] = sum(points[-1].tokens for points in curves) / sum(points[-1].seconds for points in curves)
+    row["peak_gib"] = max(_each(seeds, "memory/allocated_peak_gib"), default=None)
+    pauses = _each(seeds, "time/sync_s")
+    row["pause_ms"] = 1e3 * statistics.median(pauses) if pauses else None
     for number, threshold in enumerate(thresholds, start=1):
         reached = [point for points in curves if (point := reach(points, threshold)) is not None]
         row[f"reached_{number}"] = f"{len(reached)}/{len(curves)}"
@@ -80,6 +84,10 @@ def summarise(seeds: Sequence[Sequence[Row]], thresholds: Sequence[float], answe
         row[f"tokens_to_{number}"] = statistics.fmean(point.tokens for point in reached) if everyone else None
         row[f"answers_to_{number}"] = answers * statistics.fmean(p.step for p in reached) if everyone else None
     return row
+
+
+def _each(seeds: Sequence[Sequence[Row]], name: str) -> list[float]:
+    return [line[name] for lines in seeds for line in lines if name in line]
 
 
 def best(rows: Sequence[Row]) -> Row:

@@ -145,6 +145,7 @@ def main(kind: str, url: str, words: list[str]) -> int:
                 return
             line = {"step": state.global_step, "time/step_s": time.monotonic() - self._since}
             line["reward/mean"] = logs["reward"]
+            line["memory/allocated_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # 0 on a CPU
             if "completions/mean_length" in logs:
                 answers = config.grpo.prompts_per_step * config.grpo.group_size
                 line["rollout/answer_tokens"] = logs["completions/mean_length"] * answers

@@ -69,6 +69,10 @@ def test_seeds_are_summed_up_and_a_time_is_said_only_if_all_reached_it():
     assert row["seconds_to_1"] == pytest.approx((2.0 + 4.0) / 2) and row["tokens_to_1"] == pytest.approx(15.0)
     assert row["answers_to_1"] == pytest.approx(64 * 1.5) and row["answers_to_3"] is None
     assert row["seconds_to_3"] is None and row["reached_3"] == "1/2"
+    assert row["tokens_per_s"] == pytest.approx(10 / 2.0) and row["peak_gib"] is row["pause_ms"] is None
+    measured = [lines({0: 0.5, 2: 0.5}, 2, **{"memory/allocated_peak_gib": 3.0, "time/sync_s": s}) for s in (0.1, 0.3)]
+    row = reached.summarise(measured, [0.1, 0.2, 0.6])
+    assert (row["peak_gib"], row["pause_ms"]) == (3.0, pytest.approx(200.0))
     without = reached.summarise([lines({0: 0.5, 2: 0.5}, 2)], [0.1, 0.2, 0.6])
     assert without["final_std"] is None and without["seconds_to_2"] == 0.0
 
