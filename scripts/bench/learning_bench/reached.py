@@ -72,7 +72,8 @@ def summarise(seeds: Sequence[Sequence[Row]], thresholds: Sequence[float], answe
     row |= {"start": statistics.fmean(points[0].reward for points in curves), "final": statistics.fmean(last)}
     row["final_std"] = statistics.stdev(last) if len(last) > 1 else None
     row["seconds"] = statistics.fmean(points[-1].seconds for points in curves)
-    row["tokens_per_s"] = sum(points[-1].tokens for points in curves) / sum(points[-1].seconds for points in curves)
+    tokens, seconds = (sum(getattr(points[-1], name) for points in curves) for name in ("tokens", "seconds"))
+    row["tokens_per_s"] = tokens / seconds if tokens else None  # TRL's asynchronous trainer does not tell them
     row["peak_gib"] = max(_each(seeds, "memory/allocated_peak_gib"), default=None)
     pauses = _each(seeds, "time/sync_s")
     row["pause_ms"] = 1e3 * statistics.median(pauses) if pauses else None

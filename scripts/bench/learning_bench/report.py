@@ -13,7 +13,8 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.step_lines import read_lines
 
 COLUMNS = """contender lr seeds steps seconds start final final_std seconds_to_1 seconds_to_2 seconds_to_3
-    tokens_to_1 tokens_to_2 tokens_to_3 answers_to_1 answers_to_2 answers_to_3 reached_3 tokens_per_s peak_gib pause_ms"""
+    tokens_to_1 tokens_to_2 tokens_to_3 answers_to_1 answers_to_2 answers_to_3 reached_3
+    tokens_per_s peak_gib pause_ms"""
 Seeds = list[list[Row]]
 """Lines of metrics.jsonl of each seed."""
 
