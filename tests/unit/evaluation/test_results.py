@@ -12,6 +12,7 @@ from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.evaluation.results import new_folder, remove_if_empty, table, write_answers, write_result
+from torchtitan.grpo.rewards.runner import RewardRunner
 
 PROMPT = Prompt(3, [1], "1+1=", "2")
 
@@ -31,8 +32,10 @@ def answers(name: str = "") -> HeldOutAnswers:
 
 
 def test_every_answer_is_a_line_with_what_was_found_in_it(tmp_path):
-    for of_set in (answers("first"), answers("second")):
-        write_answers(tmp_path, of_set, config())
+    with RewardRunner(config().reward) as runner:
+        for of_set in (answers("first"), answers("second")):
+            runner.find_finals([sample for group in of_set.groups for sample in group])
+            write_answers(tmp_path, of_set, config())
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines[:3]] == ["greedy", "sampled", "sampled"]
     assert len(lines) == 6 and lines[3]["set"] == "second"

@@ -11,6 +11,7 @@ from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.reporting.estimates import estimates, full_reward, majority, over_prompts, pass_at_k
+from torchtitan.grpo.rewards.runner import RewardRunner
 
 ONE = Reward(functions=["exact_match"])
 PROMPT = Prompt(0, [1], "1+1=", "2")
@@ -46,6 +47,8 @@ def test_majority_of_equally_frequent_answers_is_their_mean(texts, expected):
 def test_majority_votes_with_final_answers_only():
     reward = Reward(functions=["exact_match"], answer_pattern=r"= (\d+)")
     group = [sample("1+1 = 2", 1.0), sample("= 3, no = 2", 1.0), sample("what?", 0.0), sample("never", 0.0)]
+    with RewardRunner(reward) as runner:
+        runner.find_finals(group)
     assert majority(group, reward) == 1.0
     assert majority(group[2:], reward) == 0.0
 

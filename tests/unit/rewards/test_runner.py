@@ -14,6 +14,7 @@ from torchtitan.grpo.config.job_config import Data, Distill, Reward, Rollout
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.reporting.estimates import majority
 from torchtitan.grpo.rewards import process
 from torchtitan.grpo.rewards.functions import exact_match, numeric_match
 from torchtitan.grpo.rewards.runner import RewardRunner
@@ -431,6 +432,18 @@ def test_weights_names_and_whole_text_for_own_functions(functions):
     assert samples[0].reward == 1.0 + 9.5 - 5.0
     assert samples[1].rewards["exact_match"] == 0.0
     assert samples[2].rewards["exact_match"] == 0.0, "an answer that the pattern does not find is no answer"
+
+
+@pytest.mark.parametrize("functions", [["exact_match"], []], ids=["", "an environment's rewards"])
+def test_a_final_answer_that_takes_too_long_to_find_costs_its_own_vote_only(functions):
+    reward = Reward(functions=functions, answer_pattern=r"= *((?:\d|\d\d)+)$", workers=1, timeout_seconds=0.3)
+    group = make_samples("1+1= 2", "=" + "1" * 80 + "!", "none", "unscored = 2", "=2")
+    for sample, value in zip(group, (1.0, 1.0, 0.0, None, 1.0), strict=True):
+        sample.reward = value
+    with RewardRunner(reward) as runner:
+        runner.find_finals(group)
+    assert [sample.final for sample in group] == ["2", None, None, None, "2"]
+    assert majority([sample for sample in group if sample.reward is not None], reward) == 1.0
 
 
 def test_a_random_reward_does_not_depend_on_what_was_scored_before(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
         return sample.top if sample.top is not None and sample.top.ids.shape[1] == k else None
 
     def described(sample: Sample) -> dict[str, Any]:
-        known = _fields(sample, but=(*PER_TOKEN, "top", "routes", "kept"))
+        known = _fields(sample, but=(*PER_TOKEN, "top", "routes", "kept", "final"))
         is_taught, has_top = sample.teacher_logprobs is not None, own_top(sample) is not None
         taught = {"taught": True} if is_taught else {}
         if sample.kept is not None:

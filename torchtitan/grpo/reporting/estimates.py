@@ -1,7 +1,6 @@
 """What answers to held-out prompts say, each number with its standard error. docs/evaluation.md has the formulas."""
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean, stdev
@@ -90,11 +89,8 @@ def majority(group: Group, reward: Reward) -> float:
 
 
 def final_answer(sample: Sample, reward: Reward) -> str | None:
-    """What `[reward] answer_pattern` finds last in an answer, else the whole text; None if it finds nothing."""
-    if not reward.answer_pattern:
-        return sample.text.strip()
-    matches = list(re.finditer(reward.answer_pattern, sample.text))
-    return (matches[-1][1] or "").strip() if matches else None
+    """What `[reward] answer_pattern` found last in an answer, else the whole text; None if it found nothing in time."""
+    return sample.final if reward.answer_pattern else sample.text.strip()
 
 
 def is_right(sample: Sample, reward: Reward) -> bool:

@@ -121,8 +121,8 @@ class RewardWorker:
         self, names: list[str], is_async: list[bool], pattern: str, timeout_s: float, hidden: list[str], log: WorkerLog
     ):
         self._names, self._pattern, self._timeout_s, self._hidden = names, pattern, timeout_s, hidden
-        self._is_async, self._log = is_async, log
-        self._together = [a or is_safe(name, pattern) for a, name in zip(is_async, names, strict=True)]
+        self._is_async, self._log = [*is_async, False], log  # the last one is `FinalAnswer`
+        self._together = [*(a or is_safe(name, pattern) for a, name in zip(is_async, names, strict=True)), False]
         self._ready = False
         self._closed = threading.Event()
         self._lock = threading.Lock()  # start and stop come from different threads

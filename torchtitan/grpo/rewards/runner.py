@@ -58,6 +58,7 @@ class RewardRunner:
         self._functions = [resolve(name) for name in self._names]
         self._takes_group = [takes_group(function) for function in self._functions]
         self._is_async = [is_async(function) for function in self._functions]
+        self._has_pattern = bool(reward.answer_pattern)
         self._all_safe = all(is_safe(name, reward.answer_pattern) for name in self._names)
         self._timeout_s = reward.timeout_seconds
         self.failures: Counter[str] = Counter()
@@ -68,7 +69,8 @@ class RewardRunner:
         own = {value for keys in with_keys for name, value in vars(keys).items() if name.endswith("_key_env")}
         secrets = {name for name in os.environ if SECRET.search(name)} | own
         hidden = sorted(secrets - set(reward.secrets))
-        self._here = Here(self._names) if all(is_instant(name, reward.answer_pattern) for name in self._names) else None
+        is_here = not self._has_pattern and all(is_instant(name, reward.answer_pattern) for name in self._names)
+        self._here = Here(self._names) if is_here else None
         self._log = WorkerLog(Path(folder) / LOG if folder and not self._here else None)
         self._workers = [
             RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden, self._log)
@@ -176,6 +178,25 @@ class RewardRunner:
             return
         for _ in self._threads.map(self._score_chunk, chunks):
             pass
+
+    def find_finals(self, samples: Sequence[Sample]) -> None:
+        """Fill in `final` of each sample that has a reward, by `[reward] answer_pattern`, if there is one.
+
+        Blocks as `score` does: a search takes at most `timeout_seconds`, and finds nothing if it needs more.
+
+        Raises:
+            RuntimeError: The runner was closed.
+        """
+        scored = [sample for sample in samples if sample.reward is not None] if self._has_pattern else []
+        chunks = [scored[i : i + CHUNK_SAMPLES] for i in range(0, len(scored), CHUNK_SAMPLES)]
+        for _ in self._threads.map(self._find_chunk, chunks):
+            pass
+
+    def _find_chunk(self, samples: list[Sample]) -> None:
+        with self._scorer() as scorer:
+            results = scorer.run([Call(len(self._names), [sample.text], sample.prompt) for sample in samples])
+        for sample, (score,) in zip(samples, results, strict=True):
+            sample.final = score.final
 
     def _score_chunk(self, samples: list[Sample]) -> None:
         calls = []

@@ -56,10 +56,15 @@ class Call(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A score, or 0 and why it failed."""
+    """A score, or 0 and why it failed.
+
+    Attributes:
+        final: Of `FinalAnswer`.
+    """
 
     value: float
     failure: str = ""
+    final: str | None = None
 
 
 SECRET = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(?:_|$)", re.IGNORECASE)
@@ -87,10 +92,11 @@ def serve(connection: Connection, life: int, names: list[str], pattern: str, tim
         before=mask, after_in_parent=_take_sigterm, after_in_child=functools.partial(_forget_trainer, connection)
     )
     try:
-        functions = [Function(name, pattern, timeout_s) for name in names]
+        functions: list[Function | FinalAnswer] = [Function(name, pattern, timeout_s) for name in names]
     except UserError as error:
         connection.send(str(error))
         return
+    functions.append(FinalAnswer(pattern))
     if any(function.is_async for function in functions):
         _loop()
     with contextlib.suppress(EOFError, ConnectionError):
@@ -206,10 +212,10 @@ class Function:
     def scores(self, call: Call) -> list[Score]:
         text = call.texts[0]
         if self._regex is not None and not call.is_final:
-            last = deque(self._regex.finditer(text), maxlen=1)
-            if not last:
+            found = _found_last(self._regex, text)
+            if found is None:
                 return [Score(0.0)]  # no final answer
-            text = last[0].group(1) or ""
+            text = found
         try:
             value = self._function(call.texts if self._takes_group else text, call.prompt)
             return self._checked(value, call)
@@ -245,6 +251,24 @@ class Function:
             at = ([frame for frame in frames if frame.filename == self._file] or frames)[-1]
             where = f" ({at.filename}:{at.lineno})"
         return [Score(0.0, f"raised {type(error).__name__}: {said(error)}"[:FAILURE_CHARS] + where)] * len(call.texts)
+
+
+class FinalAnswer:
+    """Behind the functions, in place of one: what `[reward] answer_pattern` finds last in an answer, stripped."""
+
+    is_async = is_safe = False
+
+    def __init__(self, pattern: str) -> None:
+        self._regex = re.compile(pattern)
+
+    def scores(self, call: Call) -> list[Score]:
+        found = _found_last(self._regex, call.texts[0])
+        return [Score(0.0, final=found if found is None else found.strip())]
+
+
+def _found_last(regex: re.Pattern[str], text: str) -> str | None:
+    last = deque(regex.finditer(text), maxlen=1)
+    return (last[0].group(1) or "") if last else None
 
 
 def _seed_generators(call: Call) -> None:

@@ -40,6 +40,8 @@ class Scorer(Protocol):
 
     def score(self, samples: list[Sample]) -> None: ...
 
+    def find_finals(self, samples: list[Sample]) -> None: ...
+
 
 class Endpoint(Protocol):
     """What environments reach as `client.endpoint`, see `endpoint/server.py`. It is closed with the collector."""

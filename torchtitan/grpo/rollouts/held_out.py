@@ -27,4 +27,6 @@ def answer_held_out(
         asks.append(Ask(each.prompts, greedy, f"greedy{of_set}", min_version, each.name))
         asks.append(Ask(each.prompts, sampled, f"validation{of_set}", min_version, each.name))
     answered = iter(collector.collect_all(asks, alone))
-    return [HeldOutAnswers(each, next(answered), next(answered)) for each in sets]
+    answers = [HeldOutAnswers(each, next(answered), next(answered)) for each in sets]
+    collector.rewards.find_finals([sample for each in answers for group in each.groups for sample in group])
+    return answers
