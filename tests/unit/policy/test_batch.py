@@ -12,6 +12,7 @@ from torchtitan.grpo.policy.batch import counted_samples, has_signal, shaped_rew
 from torchtitan.grpo.policy.kl_reward import kl_by_sample
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.rollouts.environment import checked
 
 LIMIT = 8
 
@@ -38,6 +39,9 @@ def test_the_overlong_penalty_makes_the_signal_of_a_group_with_equal_rewards():
     grpo = Grpo(overlong_buffer_tokens=4, overlong_penalty=1.0)
     assert [shaped_reward(sample, grpo, LIMIT) for sample in group] == [1.0, 1.0 - 3 / 4]
     assert has_signal(group, grpo, LIMIT)
+    branch = replace(answer(1.0, 2), prompt=Prompt(0, [5, 6, 7, 8, 9], ""))
+    checked([branch], "tests:play", LIMIT, prompt_tokens=2)
+    assert shaped_reward(branch, grpo, LIMIT) == 1.0 - 1 / 4, "it has as many tokens beyond the prompt as one of 5"
 
 
 def test_which_samples_count():

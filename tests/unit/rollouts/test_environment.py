@@ -191,7 +191,8 @@ def test_what_an_environment_says_first_is_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "prompt", "ends"), [(4, 2, "stop"), (5, 2, "length"), (3, 4, "length"), (2, 4, "stop"), (0, 7, "length")]
+    ("tokens", "prompt", "ends"),
+    [(4, 2, "stop"), (5, 2, "length"), (3, 4, "length"), (2, 4, "stop"), (0, 7, "length"), (5, 1, "length")],
 )
 def test_a_sample_is_cut_by_the_answers_limit_and_not_by_a_turns(tokens: int, prompt: int, ends: str) -> None:
     """The group's prompt has two tokens, and an answer five. What a sample's own prompt adds counts, too."""

@@ -124,6 +124,7 @@ class Sample:
         routes: With `[grpo] routing_replay`: the experts of prompt and answer, see `data/routes.py`, up to the token
             before the last sampled one at least.
         kept: With `[rollout] top_k`: what could be drawn in place of each token; all tokens outside `loss_mask`.
+        beyond: Tokens of its own prompt beyond the group's, which count to the answer's limit. `checked` fills it in.
         final: What `[reward] answer_pattern` found last in a held-out answer, see `RewardRunner.find_finals`.
     """
 
@@ -142,6 +143,7 @@ class Sample:
     servers: list[tuple[int, str]] = field(default_factory=list)
     routes: "np.ndarray | None" = field(default=None, compare=False)
     kept: "KeptTokens | None" = field(default=None, compare=False)
+    beyond: int = 0
     final: str | None = None
 
     @property

@@ -24,7 +24,7 @@ def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float |
     """The sample's reward with DAPO's penalty for answers that nearly reach `max_answer_tokens`; None without one."""
     if sample.reward is None:
         return None
-    tokens = len(sample.token_ids)
+    tokens = sample.beyond + len(sample.token_ids)
     return sample.reward + overlong_penalty(
         tokens, max_answer_tokens, grpo.overlong_buffer_tokens, grpo.overlong_penalty
     )

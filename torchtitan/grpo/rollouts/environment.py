@@ -299,8 +299,8 @@ def checked(
             sample.kept = sample.kept and sample.kept.first(max_tokens)
             sample.top = sample.top and sample.top.cut(max_tokens)
         own = len(sample.prompt.token_ids)
-        beyond = own - (own if prompt_tokens is None else prompt_tokens)
-        if sample.finish_reason == "length" and tokens + beyond < max_tokens:
+        sample.beyond = max(0, own - (own if prompt_tokens is None else prompt_tokens))
+        if sample.finish_reason == "length" and tokens + sample.beyond < max_tokens:
             sample.finish_reason = "stop"
     return samples
 
