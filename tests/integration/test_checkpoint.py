@@ -354,3 +354,16 @@ def test_the_best_checkpoint_is_kept_also_after_a_resume(tmp_path, caplog):
     )
     assert f"Newest checkpoint: {folder}/step-6\n" in caplog.text
     assert f"Best checkpoint by {metric}: {folder}/step-3, 0.8" in caplog.text
+
+
+def test_the_best_checkpoint_is_named_before_an_earlier_steps_branch_replaces_it(tmp_path, caplog):
+    saved_at(tmp_path, 1)
+    trainer = TinyTrainer(tmp_path)
+    trainer.checkpointer.validated(2, {"validation/greedy_reward": 0.75})
+    trainer.checkpointer.save(2)
+    for load_step, lines in ((1, 1), (2, 0)):
+        caplog.clear()
+        branch = TinyTrainer(tmp_path, resume=True, load_step=load_step, keep_best="validation/greedy_reward")
+        branch.checkpointer.load_latest()
+        said = f"{tmp_path}/checkpoint/step-2 is the best by validation/greedy_reward (0.75), and of a later step than 1"
+        assert caplog.text.count(said) == lines

@@ -347,6 +347,12 @@ class Checkpointer:
         best = f" and the best by {cfg.keep_best}" if cfg.keep_best and cfg.keep_latest_k else ""
         every = f"every {cfg.interval} steps and at the end"
         logger.info(f"Checkpoints go to {self.folder}, {every}; {kept}{best} are kept")
+        found = best_of(self._whole(), cfg.keep_best)
+        if found and step_of(found[0]) > self._saved_step:
+            logger.warning(
+                f"{found[0]} is the best by {cfg.keep_best} ({found[1]:.4g}), and of a later step than "
+                f"{self._saved_step}: this run's own checkpoint of that step takes its place. Copy it to keep it"
+            )
 
     def _folder_of(self, step: int) -> Path:
         return self.folder / f"step-{step}"
