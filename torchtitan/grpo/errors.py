@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 
 REFUSED = 2
 """Exit status of a run with bad input."""
+SHOWN_CHARS = 200
+"""Characters of a value that messages repeat."""
 _OTHERS_S = 10.0
 """How long torchrun may take to stop the other ranks after rank 0 has ended."""
 
@@ -46,6 +48,16 @@ def said(error: BaseException, most: int = 500) -> str:
     except Exception:
         return f"(what {type(error).__name__} says cannot be read)"
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:most])
+
+
+def shown(value: object) -> str:
+    """A value in a message, as Python writes it: the end of a long one is left out."""
+    return shortened(repr(value))
+
+
+def shortened(text: str, limit: int = SHOWN_CHARS) -> str:
+    """At most `limit` characters of a text that a user wrote."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def in_words(error: BaseException) -> str:

@@ -182,7 +182,7 @@ def test_what_cannot_be_told_apart_is_refused(tokenizer):
 @pytest.mark.parametrize(
     "value, said",
     [
-        ("hello", "must hold a list of chat messages"),
+        ("hello" * 10**5, r"must hold a list of chat messages, not .{200}\W+500,002 characters.$"),
         ([], "must hold a list of chat messages"),
         ([{"content": "x"}], 'must hold {"role": text'),
         ([{"role": "user", "content": [{"type": "image"}]}], "content of a message must be text"),

@@ -62,6 +62,7 @@ def gsm8k(tmp_path):
     return tmp_path / "gsm8k"
 
 
+HUGE = "9" * 10**6
 README = """---
 configs:
 - config_name: main
@@ -542,7 +543,12 @@ def test_tokens_without_an_embedding_may_be_there_if_no_text_has_them(tokenizer,
         ('{"question": [{"role": "user"}], "answer": "1"}\n', ["a.jsonl:1", '"content": text']),
         ('{"question": [{"role": "assistant", "content": "1"}], "answer": "1"}\n', ["a.jsonl:1", "a user asks"]),
         ('{"question": "1", "answer": ["1"]}\n', ["a.jsonl:1", "'answer'", "text or a number"]),
+        (f'{{"question": {{"a": "{HUGE}"}}}}', ["a.jsonl:1", "chat messages"]),
+        (f'{{"question": [{{"role": 1, "content": "{HUGE}"}}]}}', ["a.jsonl:1", '"content": text']),
+        (f'{{"question": [{{"role": "tool", "content": "{HUGE}"}}]}}', ["a.jsonl:1", "a user asks"]),
+        (f'{{"question": "1", "answer": ["{HUGE}"]}}', ["a.jsonl:1", "(1,000,004 characters): change it"]),
     ],
+    ids=lambda value: str(value)[:60],
 )
 def test_bad_jsonl(tokenizer, tmp_path, rows, words):
     path = tmp_path / "a.jsonl"
@@ -552,6 +558,7 @@ def test_bad_jsonl(tokenizer, tmp_path, rows, words):
         PromptSource(Data(source="jsonl", path=str(path)), tokenizer, 0)
     for word in words:
         assert word in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])

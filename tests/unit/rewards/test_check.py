@@ -144,6 +144,14 @@ def test_an_environments_run_begins_with_a_warning(file, caplog):
     assert "tried_rewards:none" in caplog.text
 
 
+def test_a_huge_reference_is_cut_in_the_message():
+    words = pytest.raises(UserError, match=r"answer to prompt 0 it raised .* holds no number of up to \d+ digits")
+    reward = Reward(functions=["numeric_match"], workers=1)
+    with RewardRunner(reward) as runner, words as caught:
+        runner.check([Prompt(0, [1], "1+1=", "x" * 10**6)])
+    assert len(str(caught.value)) < 1000
+
+
 def test_built_in_functions_are_tried_on_final_answers():
     """The pattern does not find the reference itself, so the function would not be called."""
     without_reference = [Prompt(0, [1], "1+1=")]

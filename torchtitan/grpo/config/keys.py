@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.config.ranges import ImportPath, Needs, Range
 from torchtitan.grpo.config.torchtitan_keys import TORCHTITAN_TEXTS
-from torchtitan.grpo.errors import did_you_mean
+from torchtitan.grpo.errors import did_you_mean, shortened
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -30,8 +30,6 @@ MODULE = job_config.__name__
 """Value of `job.custom_config_module`."""
 LARGEST = 10**9
 """The end of ranges that state none. What is larger is a mistake, and overflows where it is used."""
-SHOWN_CHARS = 200
-"""Characters of a value that messages repeat."""
 TABLES = {
     "data.mixture": ("mixture", "curriculum", "chat_template_file"),
     "validation.sets": (
@@ -343,11 +341,6 @@ def toml(value: Any) -> str:
 def show(value: Any) -> str:
     """A value as TOML writes it, in a message: the end of a long one is left out."""
     return shortened(toml(value))
-
-
-def shortened(text: str, limit: int = SHOWN_CHARS) -> str:
-    """At most `limit` characters of a text that a user wrote."""
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def _kind(value: Any) -> str:

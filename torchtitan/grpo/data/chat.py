@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.samples import Document
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, said, shown
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class ChatRenderer:
         try:
             return rendered(self._tokenizer, messages, tools, **self._arguments, **how)
         except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"{place}: the chat template refuses these messages: {error}") from error
+            raise UserError(f"{place}: the chat template refuses these messages: {said(error)}") from error
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: list[Any] | None = None, **how: Any) -> Any:
@@ -179,14 +179,14 @@ def conversation(value: Any, system_prompt: str, drop_nulls: bool, place: str) -
         UserError: They are no conversation in which the assistant answers.
     """
     if not isinstance(value, list) or not value:
-        raise UserError(f"{place} must hold a list of chat messages, not {value!r}")
+        raise UserError(f"{place} must hold a list of chat messages, not {shown(value)}")
     messages: list[Message] = []
     for message in value:
         content = joined_text(message.get("content")) if isinstance(message, dict) else 0
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f'{place} must hold {{"role": text, "content": text}} messages, not {message!r}')
+            raise UserError(f'{place} must hold {{"role": text, "content": text}} messages, not {shown(message)}')
         if not isinstance(content, str | None):
-            raise UserError(f"{place}: the content of a message must be text, not {content!r}")
+            raise UserError(f"{place}: the content of a message must be text, not {shown(content)}")
         others = any(value for field, value in message.items() if field not in ("role", "content"))
         if message["role"] == "assistant" and content is None and not others:
             raise UserError(
@@ -216,7 +216,7 @@ def tools_of(value: Any, place: str) -> list[Any] | None:
     except ValueError as error:
         raise UserError(f"{place} is not JSON ({error}): write a list of tools") from error
     if tools is not None and not isinstance(tools, list):
-        raise UserError(f"{place} must be a list of tools, not {tools!r}")
+        raise UserError(f"{place} must be a list of tools, not {shown(tools)}")
     return tools or None
 
 

@@ -17,7 +17,7 @@ from torchtitan.grpo.data.chat import joined_text, rendered
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.data.samples import ANY_VOCAB, Document, Prompt
 from torchtitan.grpo.data.tokenizer import check_embeddings
-from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.grpo.errors import UserError, did_you_mean, said, shown
 from torchtitan.grpo.process.import_path import is_async, load_function, source
 from torchtitan.grpo.sources.rows import DatasetRow
 from torchtitan.grpo.sources.table import SOURCES
@@ -215,9 +215,9 @@ class PromptSource:
         try:
             answer = self._curriculum(prompt, self._pass_rates.get(prompt.index))
         except Exception as error:  # the user's code may raise anything
-            raise UserError(f"{key} failed on prompt {prompt.index}: {type(error).__name__}: {error}") from error
+            raise UserError(f"{key} failed on prompt {prompt.index}: {type(error).__name__}: {said(error)}") from error
         if answer not in (True, False):
-            raise UserError(f"{key} returned {answer!r} for prompt {prompt.index}: return True or False")
+            raise UserError(f"{key} returned {shown(answer)} for prompt {prompt.index}: return True or False")
         return bool(answer)
 
     def _epoch_order(self) -> list[int]:
@@ -308,7 +308,7 @@ class PromptSource:
         for name in named:
             if name not in self._functions:
                 raise UserError(
-                    f"{place}: column {column!r} names {name!r}, which is not in [reward] functions = "
+                    f"{place}: column {column!r} names {shown(name)}, which is not in [reward] functions = "
                     f"{list(self._functions)}{did_you_mean(str(name), self._functions)}: list it there"
                 )
         return tuple(named)
@@ -325,7 +325,7 @@ class PromptSource:
             return rendered(self._tokenizer, messages, tokenize=False, add_generation_prompt=True, **own)
         except jinja2.TemplateError as error:
             template = self._data.chat_template_file or "the tokenizer's chat template"
-            raise UserError(f"{place}: {template} refuses the messages: {error}") from error
+            raise UserError(f"{place}: {template} refuses the messages: {said(error)}") from error
 
     def _answer(self, row: DatasetRow, place: str) -> str:
         column = self._data.answer_column
@@ -392,17 +392,19 @@ def chat_messages(question: Any, data: Data, place: str) -> list[dict[str, str]]
     elif not data.chat_template:
         raise UserError(f"{place}: {column} is not text: set [data] chat_template = true for lists of chat messages")
     if not isinstance(question, list) or not question:
-        raise UserError(f"{place}: {column} must be text or a list of chat messages, not {question!r}")
+        raise UserError(f"{place}: {column} must be text or a list of chat messages, not {shown(question)}")
     messages = []
     for message in question:
         said = message if isinstance(message, dict) else {}
         role, content = said.get("role"), joined_text(said.get("content"))
         if not isinstance(role, str) or not isinstance(content, str):
-            raise UserError(f'{place}: {column} must hold {{"role": text, "content": text}} messages, not {message!r}')
+            raise UserError(
+                f'{place}: {column} must hold {{"role": text, "content": text}} messages, not {shown(message)}'
+            )
         messages.append({"role": role, "content": content})
     last = messages[-1]
     if last["role"] != "user" or not last["content"].strip():
-        raise UserError(f"{place}: {column} must end with what a user asks, not with {last!r}")
+        raise UserError(f"{place}: {column} must end with what a user asks, not with {shown(last)}")
     last["content"] = data.prompt_template.replace("{prompt}", last["content"])
     if data.system_prompt:
         if messages[0]["role"] == "system":
@@ -416,7 +418,7 @@ def _text(row: DatasetRow, column: str, place: str, key: str, otherwise: str) ->
         raise UserError(f"{place} has no column {column!r}: set {key} to one of {list(row)}, {otherwise}")
     value = row[column]
     if value is not None and not isinstance(value, str | int | float):
-        raise UserError(f"{place}: column {column!r} must be text or a number, not {value!r}: change it, or {key}")
+        raise UserError(f"{place}: column {column!r} must be text or a number, not {shown(value)}: change it, or {key}")
     return plain(value)
 
 

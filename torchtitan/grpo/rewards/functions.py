@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, shown
 from torchtitan.grpo.process.import_path import import_function, load_function, source
 from torchtitan.grpo.rewards.final_number import DIGITS_MAX, TEXT_COMMAND, last_number
 
@@ -45,7 +45,7 @@ def numeric_match(answer: str, prompt: Prompt) -> float:
     """
     expected = last_number(_reference(prompt))
     if expected is None:
-        raise ValueError(f"the reference answer {prompt.answer!r} holds no number of up to {DIGITS_MAX} digits")
+        raise ValueError(f"the reference answer {shown(prompt.answer)} holds no number of up to {DIGITS_MAX} digits")
     return float(last_number(answer) == expected)
 
 
@@ -59,7 +59,7 @@ def math_verify(answer: str, prompt: Prompt) -> float:
 
     expected = _parse_reference(_reference(prompt))
     if not expected:
-        raise ValueError(f"the reference answer {prompt.answer!r} is no mathematical expression")
+        raise ValueError(f"the reference answer {shown(prompt.answer)} is no mathematical expression")
     answers = _parse_math(answer)
     try:
         return float(verify(expected, answers, raise_on_error=True))
@@ -134,8 +134,8 @@ def checked(value: Any) -> float:
     number = float(value) if hasattr(value, "__float__") else math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"returned {value!r}: return one finite number on every path. Name several functions for several scores, "
-            "or name the first parameter `answers` to get a group's answers at once"
+            f"returned {shown(value)}: return one finite number on every path. Name several functions for several "
+            "scores, or name the first parameter `answers` to get a group's answers at once"
         )
     return number
 
@@ -150,7 +150,7 @@ def checked_group(values: Any, answers: int) -> Iterable[Any]:
     if inspect.isawaitable(values):
         checked(values)
     if isinstance(values, str | bytes | dict | set | frozenset) or not hasattr(values, "__len__"):
-        raise ValueError(f"returned {values!r}: {wanted}")
+        raise ValueError(f"returned {shown(values)}: {wanted}")
     if len(values) != answers:
         raise ValueError(f"returned {len(values)} scores for {answers} answers: {wanted}")
     return values

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torchtitan.grpo.config.job_config import Distill, Reward, Rollout
 from torchtitan.grpo.data.samples import REWARD_MAX, Prompt, Sample
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, shown
 from torchtitan.grpo.process.import_path import is_async, source
 from torchtitan.grpo.rewards.functions import is_instant, is_safe, resolve, takes_group
 from torchtitan.grpo.rewards.process import RewardWorker, WorkerLog
@@ -142,7 +142,7 @@ class RewardRunner:
         place = source(self._functions[function]) if ":" in name else ""
         problem = (
             f'[reward] functions: "{name}"{place and f" ({place})"} gave no score to any of {len(failures)} answers. '
-            f"On {calls[0].texts[0]!r} as the answer to prompt {prompt.index} it {failures[0]}"
+            f"On {shown(calls[0].texts[0])} as the answer to prompt {prompt.index} it {failures[0]}"
         )
         if failures[0].startswith("raised"):
             problem += f". Return 0 for a wrong answer; prompt.columns has {list(prompt.columns)}"

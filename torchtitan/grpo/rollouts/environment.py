@@ -19,7 +19,7 @@ from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import ANY_VOCAB, REWARD_MAX, Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, shown
 from torchtitan.grpo.process.random_numbers import prompt_seed
 
 ENDPOINT = "endpoint"
@@ -268,7 +268,7 @@ def checked(
         rewards = {"reward": sample.reward} if sample.reward is not None else {}
         for what, value in (rewards | sample.rewards).items():
             if not isinstance(value, int | float):
-                raise UserError(f"{where}: {what} = {value!r} of a sample is no number")
+                raise UserError(f"{where}: {what} = {shown(value)} of a sample is no number")
         if sample.reward is not None and not abs(sample.reward) <= REWARD_MAX:
             raise ValueError(f"a sample with the reward {sample.reward!r}, which is over {REWARD_MAX:g} or no number")
         sample.rewards = {what: value for what, value in sample.rewards.items() if abs(value) <= REWARD_MAX}
