@@ -907,6 +907,10 @@ def test_api_key_variable(monkeypatch):
     assert load_config(flags).rollout.api_key_env == "TEST_CONFIG_KEY"
 
 
+OWN_VLLM = ["--rollout.replicas", "1", "--rollout.engine", "vllm"]
+ARGS = "--rollout.environment_args"
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -915,12 +919,24 @@ def test_api_key_variable(monkeypatch):
         (["--distill.teacher_urls", "http://u:sk-1f2e@host:1"], r"\[distill\] api_key_env"),
         (["--rollout.urls", "http://u:sk-1f2e@host:1"], "api_key_env"),
         (["--rollout.urls", "http://u:sk-1f2e@host:99999"], "Port out of range"),
+        ([*OWN_VLLM, "--rollout.server_flags=--api_key=sk-1f2e"], r'"--api_key": .* \[rollout\] api_key_env'),
+        ([*OWN_VLLM, "--rollout.server_flags=--hf-token,hf_1f2e"], r'"--hf-token", which ps .* HF_TOKEN'),
+        ([*OWN_VLLM, "--rollout.server_flags=--ssl-keyfile-password=1f2e"], '"--ssl-keyfile-password"'),
+        (["--rollout.environment", "a:b", ARGS, '{"password": "1f2e"}'], r'\[rollout\] .* "password", which files'),
+        (["--rollout.environment", "a:b", ARGS, '{"judges": [{"openai_api_key": "sk-1f2e"}]}'], '"openai_api_key"'),
     ],
 )
 def test_a_key_in_the_wrong_place_is_not_shown(flags, says):
     with pytest.raises(UserError, match=says) as caught:
         load_config([*MODEL, *flags])
     assert "1f2e" not in str(caught.value)
+
+
+def test_what_only_looks_like_a_key_is_none():
+    flags = "--rollout.server_flags=--max-num-batched-tokens,8192,--hf-token,--ssl-keyfile,key.pem"
+    args = '{"api_key_env": "JUDGE", "api_key": "EMPTY", "answer_key": "gold", "end_token": "</s>", "max_tokens": 9}'
+    config = load_config([*MODEL, *OWN_VLLM, flags, "--rollout.environment", "a:b", ARGS, args])
+    assert len(config.rollout.environment_args) == 5
 
 
 # ------------------------------------------------------------------------------------------------- tables and texts

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
@@ -23,6 +25,13 @@ _INSTEAD = {
     **dict.fromkeys(("tensor-parallel", "tp", "-tp"), "set [rollout] gpus_per_server"),
 }
 """What to write in place of a server's flag."""
+_SECRET = re.compile(
+    r"(^|-)((api|access|auth|private|secret|admin)-?key|(^|hf|api|access|auth|bearer)-?token|secret|pass(word|wd|phrase))$",
+    re.IGNORECASE,
+)
+"""Names of arguments and flags whose values are secrets, `_` written as `-`: no answer_key, end_token or max_tokens."""
+_NO_SECRET = re.compile(r"[$A-Z_{}]*")
+"""Values in their place that are none: EMPTY, or the name of a variable."""
 _STOP_STRINGS_MAX = 32
 """SGLang takes no more for one request."""
 _PACKAGES = {"verifiers": "the name of a taskset", "openenv": "the address of its server"}
@@ -79,12 +88,14 @@ def check_servers(config: JobConfig) -> Iterator[str]:
 def _check_environment(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
     yield from _check_name(rollout.environment)
+    yield from _check_secrets("[rollout]", rollout.environment_args)
     if not config.data.mixture:
         yield from _check_tasks("[data]", config.data, "[rollout]", rollout.environment)
     named = bool(rollout.environment)
     for title, table in titled_tables(config):
         if isinstance(table, HeldOutSet) and "environment" in table.given:
             named = named or table.environment != NO_ENVIRONMENT
+            yield from _check_secrets(title, table.environment_args)
             yield from _check_own_environment(title, table)
             continue
         yield from _check_tasks(title, table.data, "[rollout]", rollout.environment)
@@ -92,6 +103,24 @@ def _check_environment(config: JobConfig) -> Iterator[str]:
             yield f"{title} environment_args = {show(value)} is read with an environment of the set's own: name it"
     if not named and (value := rollout.environment_concurrency):
         yield f"[rollout] environment_concurrency = {value} is read with [rollout] environment only: leave it out"
+
+
+def _check_secrets(title: str, arguments: Any) -> Iterator[str]:
+    """Files and logs have an environment's arguments, at any depth."""
+    if isinstance(arguments, list):
+        for each in arguments:
+            yield from _check_secrets(title, each)
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
+        yield from _check_secrets(title, value)
+        if isinstance(value, str) and _is_secret(name, value):
+            yield (
+                f"{title} environment_args has a value for {show(name)}, which files and logs of the run would show: "
+                "let its code read an environment variable, whose name may be an argument"
+            )
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return bool(_SECRET.search(name.lstrip("-").replace("_", "-"))) and not _NO_SECRET.fullmatch(value)
 
 
 def _check_own_environment(title: str, held_out: HeldOutSet) -> Iterator[str]:
@@ -210,11 +239,17 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
                 "servers, or uses running ones"
             )
     engine = COMMANDS[rollout.engine]
-    for flag in rollout.server_flags:
-        name = flag.partition("=")[0]
-        if name in engine.own_flags:
-            instead = _INSTEAD.get(name.removeprefix("--").removesuffix("-size"), "leave it out: the run sets it")
+    for flag, behind in itertools.pairwise([*rollout.server_flags, ""]):
+        name, assigned, value = flag.partition("=")
+        plain = "--" + name[2:].replace("_", "-") if name.startswith("--") else name  # vLLM takes both
+        if plain in engine.own_flags:
+            instead = _INSTEAD.get(plain.removeprefix("--").removesuffix("-size"), "leave it out: the run sets it")
             yield f"[rollout] server_flags has {show(name)}: {instead}"
+        elif flag.startswith("-") and _is_secret(name, value if assigned or behind.startswith("-") else behind):
+            yield (
+                f"[rollout] server_flags has {show(name)}, which ps and files of the run would show: export the "
+                "variable that the engine reads, such as HF_TOKEN"
+            )
 
 
 def check_routing_replay(config: JobConfig) -> Iterator[str]:
