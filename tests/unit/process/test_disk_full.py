@@ -2,11 +2,13 @@
 
 import errno
 import os
+import resource
 
 import pytest
+import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.disk_full import disk_full_in_one_line, is_disk_full
+from torchtitan.grpo.process.disk_full import disk_full_in_one_line, is_disk_full, no_room
 
 TORCH = RuntimeError(
     "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nframe #0: ...\nframe #1: ..."
@@ -31,6 +33,25 @@ def test_only_a_checkpoint_that_is_there_is_recommended(tmp_path):
             fail(TORCH)
         assert ("--checkpoint.resume then goes on from the newest checkpoint, step 40" in str(raised.value)) == said
         assert ("nothing was saved" in str(raised.value)) != said
+
+
+def save_over_a_limit(path):
+    """As DCP does, into a file that Python has opened."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with path.open("wb") as file:
+            torch.save(torch.zeros(100_000), file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_of_a_files_size_is_no_full_disk(tmp_path):
+    with pytest.raises(UserError) as raised, disk_full_in_one_line(tmp_path, lambda: [20]):
+        save_over_a_limit(tmp_path / "weights")
+    assert str(raised.value).startswith(f"a file in {tmp_path} is over `ulimit -f`, or what its file system")
+    assert "raise the limit: --checkpoint.resume then goes on from the newest checkpoint, step 20" in str(raised.value)
+    assert no_room(RuntimeError("writing failed on rank 0: File too large")) == errno.EFBIG, "as `Together` says it"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Stages that every rank runs, with one outcome for all."""
 
-import errno
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.errors import UserError, in_words
 from torchtitan.grpo.process.collectives import gather_json
-from torchtitan.grpo.process.disk_full import is_disk_full
+from torchtitan.grpo.process.disk_full import no_room
 
 Result = TypeVar("Result")
 
@@ -110,6 +109,6 @@ def _in_words(error: BaseException) -> str:
     """Kind and text in short. A CheckpointException's text holds a traceback for each rank: its first cause does."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    if is_disk_full(error):
-        return os.strerror(errno.ENOSPC)
+    if number := no_room(error):
+        return os.strerror(number)
     return in_words(error)
