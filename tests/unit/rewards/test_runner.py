@@ -468,6 +468,7 @@ def test_a_worker_that_an_earlier_call_has_left_frozen_reads_no_calls_and_is_rep
     (tmp_path / "freezing_rewards.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = Reward(functions=["freezing_rewards:freezes"], workers=1, timeout_seconds=1.0)
+    monkeypatch.setattr("threading.Timer", None)  # no thread for each message
     with RewardRunner(reward) as runner:
         runner.score(make_samples("freeze"))
         time.sleep(0.3)

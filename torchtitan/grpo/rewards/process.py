@@ -6,14 +6,18 @@ module. Its environment has no hidden key, from its first moment on.
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from torchtitan.grpo.errors import UserError
@@ -170,14 +174,7 @@ class RewardWorker:
     def _exchange(self, calls: dict[int, Call], scores: dict[int, list[Score]]) -> str:
         """Add scores as they arrive. Returns why the next ones will not arrive, or "" after the last."""
         try:
-            # One that an earlier call has left frozen reads nothing.
-            assert self._process is not None
-            frozen = threading.Timer(self._timeout_s + GRACE_S, self._process.kill)
-            frozen.start()
-            try:
-                self._connection.send(calls)
-            finally:
-                frozen.cancel()
+            self._connection.send(calls)
             while suspects := self._under_way(calls, scores):
                 answers = max(len(calls[number].texts) for number in suspects)
                 grace_s = GRACE_S if self._is_async[calls[suspects[0]].function] else 0.0
@@ -186,7 +183,7 @@ class RewardWorker:
                     blocks = ", and did not await" if grace_s else ""
                     return too_slow(self._timeout_s, answers) + blocks
                 scores |= self._connection.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError, BlockingIOError):  # the last: of `_bound_writes`
             return f"ended its process with exit code {self._kill()}"
         return ""
 
@@ -263,6 +260,7 @@ class RewardWorker:
             if self._closed.is_set():
                 raise RuntimeError("The reward runner was closed while it scored")
             self._connection, connection = multiprocessing.Pipe()
+            _bound_writes(self._connection, self._timeout_s + GRACE_S)
             theirs.callback(connection.close)  # so that the pipe ends with the process
             life, ours = os.pipe()
             theirs.callback(os.close, life)
@@ -280,3 +278,13 @@ class RewardWorker:
         arguments = (self._names, self._pattern, self._timeout_s)
         with contextlib.suppress(ConnectionError):  # it has ended, which `_wait_ready` finds
             self._connection.send((sys.path, sys.argv, arguments))
+
+
+def _bound_writes(connection: Connection, seconds: float) -> None:
+    """Let a message raise BlockingIOError if it is not read in time: an earlier call may have left a worker frozen.
+
+    The kernel keeps the time, so a message costs nothing more. It may be two writes: one that fills the pipe, and one
+    that finds it full.
+    """
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(seconds / 2), 0))
