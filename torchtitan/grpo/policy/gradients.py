@@ -61,5 +61,10 @@ def accumulate_gradients(
         if (tokens := getattr(model, "expert_tokens", None)) is not None:
             row_sums = row_sums | {"expert_tokens": tokens}
         loss.backward()
-        sums |= {name: sums[name] + value if name in sums else value for name, value in row_sums.items()}
+        sums = added(sums, row_sums)
     return sums
+
+
+def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums by name, with those of one more row."""
+    return sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}

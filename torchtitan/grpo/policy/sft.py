@@ -1,13 +1,14 @@
 """Supervised fine-tuning: the loss of a row, and steps. The warm start of a GRPO run uses them too."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.grpo.config.job_config import Sft
 from torchtitan.grpo.policy.finite import FiniteSteps
-from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients
+from torchtitan.grpo.policy.gradients import accumulate_gradients, added, clip_gradients
 from torchtitan.grpo.policy.microbatch import Microbatch
 
 
@@ -29,10 +30,7 @@ def token_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 def summed(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Sums by name over several rows."""
-    sums: dict[str, Tensor] = {}
-    for part in parts:
-        sums |= {name: sums[name] + value if name in sums else value for name, value in part.items()}
-    return sums
+    return reduce(added, parts, {})
 
 
 def supervised_steps(
