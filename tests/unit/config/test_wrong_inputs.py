@@ -387,6 +387,14 @@ MODELS = {
     "torn generation_config.json": wrong(
         {}, "generation_config.json is not a JSON object", spoil=write("model/generation_config.json", "{")
     ),
+    "a held-out set longer than the model": wrong(
+        {"--job.config_file": "run.toml"},
+        '[[validation.sets]] "far" max_prompt_tokens + max_answer_tokens = 16 + 497 is over',
+        "maximum of 512",
+        spoil=write(
+            "run.toml", "[validation]\nenable = true\n[[validation.sets]]\nname = 'far'\nmax_answer_tokens = 497"
+        ),
+    ),
     "a hub's name as family": flag("--model.name", "a/b", '[model] name = "a/b" is no family', "hf_assets_path"),
     "unknown flavour": wrong({"--model.name": "qwen3", "--model.flavor": "0.7B"}, '"0.7B" is not a flavour', "0.6B"),
     "flavour alone": flag("--model.flavor", "0.6B", "[model] flavor", "with [model] name only"),

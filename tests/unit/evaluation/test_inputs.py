@@ -1,5 +1,6 @@
 """Which model and which configuration an evaluation has. tests/integration/test_train.py runs the command."""
 
+import contextlib
 import json
 import shutil
 import socket
@@ -12,13 +13,16 @@ from tests.helpers import ROOT, TINY_QWEN3
 from torchtitan.grpo.config.job_config import Distill
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
+from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import load_held_out
+from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.evaluation.inputs import check_not_trained_on, evaluation_config
+from torchtitan.grpo.evaluation.inputs import check_lengths, check_not_trained_on, evaluation_config
 from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.servers.plan import planned_servers
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 QUICKSTART = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
 
 
@@ -200,6 +204,18 @@ def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused,
         return check()
     with pytest.raises(UserError, match=r"2 of the 6 held-out prompts .* trained on: .*\[validation\] prompts = 4"):
         check()
+
+
+def test_a_set_longer_than_the_model_is_refused_unless_its_positions_are_scaled(tmp_path):
+    sets = [HeldOut("far", [Prompt(0, [1] * 5, ""), Prompt(1, [1] * 9, "")], 1, 1.0, 504)]
+    raw = json.loads((TINY_QWEN3 / "config.json").read_text()) | {"max_position_embeddings": 512}
+    for changed, refused in (({}, True), ({"max_position_embeddings": 513}, False), ({"rope_parameters": YARN}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(raw | changed))
+        said = pytest.raises(
+            UserError, match=r"set 'far': a prompt of 9 tokens and max_answer_tokens = 504 are over .*512"
+        )
+        with said if refused else contextlib.nullcontext():
+            check_lengths(sets, tmp_path)
 
 
 def test_an_unknown_flag_is_named(tmp_path):

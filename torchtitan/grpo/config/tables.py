@@ -18,7 +18,7 @@ from torchtitan.grpo.config.earlier import GONE
 from torchtitan.grpo.config.job_config import Data, HeldOutSet, MixtureSource
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import Mismatch, check_value, range_problem, shortened, show, table_keys
-from torchtitan.grpo.errors import did_you_mean
+from torchtitan.grpo.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -150,6 +150,21 @@ def longest_tokens(config: JobConfig) -> int:
     held_out = held_out_sets(config) if config.validation.enable else []
     lengths = [each.data.max_prompt_tokens + each.max_answer_tokens for each in held_out]
     return max([config.training.seq_len, *lengths])
+
+
+def check_lengths(config: JobConfig, positions: int) -> None:
+    """Refuse a held-out set that is longer than a model with so many positions, before a server is started for it.
+
+    Raises:
+        UserError: The message names the set.
+    """
+    for each in held_out_sets(config) if config.validation.enable and config.rollout.replicas else ():
+        prompt, answer = each.data.max_prompt_tokens, each.max_answer_tokens
+        if prompt + answer > positions:
+            raise UserError(
+                f"{table_title('validation.sets', each.name)} max_prompt_tokens + max_answer_tokens = {prompt} + "
+                f"{answer} is over this model's maximum of {positions} tokens: lower one of them"
+            )
 
 
 def titled_tables(config: JobConfig) -> Iterator[tuple[str, MixtureSource | HeldOutSet]]:

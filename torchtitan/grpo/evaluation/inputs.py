@@ -167,6 +167,24 @@ def _name(path: Path) -> str:
     return re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
 
 
+def check_lengths(sets: list[HeldOut], folder: Path) -> None:
+    """Refuse a set that is longer than the model, before a server is started. Scaled positions are the server's to say.
+
+    Raises:
+        UserError: The message names the set.
+    """
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    positions, rope = raw.get("max_position_embeddings"), raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    for each in sets if positions and "factor" not in str(rope) else ():
+        prompt = max(len(prompt.token_ids) for prompt in each.prompts)
+        if prompt + each.max_answer_tokens > positions:
+            raise UserError(
+                f"held-out set {each.name!r}: a prompt of {prompt} tokens and max_answer_tokens = "
+                f"{each.max_answer_tokens} are over this model's maximum of {positions}: lower max_answer_tokens, or "
+                "max_prompt_tokens to leave such prompts out"
+            )
+
+
 def check_not_trained_on(
     config: JobConfig, sets: list[HeldOut], folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

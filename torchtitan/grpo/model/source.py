@@ -45,6 +45,7 @@ class ModelSource:
         folder: `model.hf_assets_path`. A flavour with random weights needs none.
         lora: The adapters that are trained; None: all weights are.
         routes: With routing replay: the shape of a sampler's routes.
+        positions: The longest document that the model can read, in tokens.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelSource:
     folder: Path
     lora: Lora | None = None
     routes: RouteShape | None = None
+    positions: int = 0
 
     @property
     def identity(self) -> ModelIdentity:
@@ -111,7 +113,7 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
         raise UserError(
             f"[training] seq_len = {seq_len} is over this model's maximum of {args.max_seq_len} tokens: lower seq_len"
         )
-    family = get_family(name)
+    family, positions = get_family(name), args.max_seq_len
     args = dataclasses.replace(args, max_seq_len=seq_len, **family.of_packed_rows)
     adapter, lora = family.adapter_cls(args, None), None
     if lora_cfg is not None and lora_cfg.enable:
@@ -123,7 +125,7 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
         with torch.device("meta"):
             one_block = next(family.model_cls(dataclasses.replace(args, n_layers=1)).layers.children())
         lora = resolve_lora(lora_cfg, adapter, one_block)
-    return ModelSource(name, family, args, adapter, hf_config, folder, lora)
+    return ModelSource(name, family, args, adapter, hf_config, folder, lora, positions=positions)
 
 
 def resolve_for_run(config: Any) -> ModelSource:

@@ -16,7 +16,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.share import Share, rollout_processes
-from torchtitan.grpo.config.tables import longest_tokens
+from torchtitan.grpo.config.tables import check_lengths, longest_tokens
 from torchtitan.grpo.config.values import to_values
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.push_report import SyncReport
@@ -183,6 +183,7 @@ class Rollouts(Absent):
     def read_task(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, end_token_ids: list[int]) -> list[str]:
         """What `prepare` does, and logs."""
         self.source, self.tokenizer, self.end_token_ids = source, tokenizer, end_token_ids
+        check_lengths(self.config, source.positions)
         routes = astuple(source.routes) if source.routes else ()
         values = to_values(self.config), source.model_args.vocab_size, end_token_ids, routes
         count = len(self._processes.each)
