@@ -169,3 +169,8 @@ def test_an_environment_that_sends_a_byte_now_and_then_does_not_hold_the_start(m
     monkeypatch.setattr(openenv, "REACH_TIMEOUT_S", 0.4)
     with pytest.raises(UserError, match=r"no server answers there: .*timed out"):
         openenv.OpenEnvEnvironment(Dripping(0).url, {})
+
+
+def test_an_environment_at_no_address_ends_the_start():
+    with pytest.raises(UserError, match="no server answers there: Failed to parse"):
+        openenv.OpenEnvEnvironment("http://[::1", {})

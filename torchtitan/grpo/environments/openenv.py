@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import urllib3
@@ -151,7 +150,8 @@ class OpenEnvEnvironment:
         if not self._url.startswith(("http://", "https://")):
             raise UserError(f"{where} is no address: write openenv:http://host:port")
         try:  # whatever it answers
-            path, timeout = urlsplit(self._url).path + "/health", urllib3.Timeout(total=REACH_TIMEOUT_S)
+            path = urllib3.util.parse_url(f"{self._url}/health").request_uri
+            timeout = urllib3.Timeout(total=REACH_TIMEOUT_S)
             pool_of(self._url).urlopen("GET", path, headers=self._headers, timeout=timeout)
         except urllib3.exceptions.HTTPError as error:
             raise UserError(f"{where}: no server answers there: {error}") from error
