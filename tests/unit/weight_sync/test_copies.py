@@ -12,8 +12,8 @@ from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.weight_sync import worker as worker_module
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
-from torchtitan.grpo.weight_sync.link import Pause
-from torchtitan.grpo.weight_sync.push import VersionCopy
+from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
+from torchtitan.grpo.weight_sync.push import Push, VersionCopy
 from torchtitan.grpo.weight_sync.sync_thread import Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 
@@ -210,6 +210,109 @@ def test_a_server_that_freezes_in_a_push_of_its_own_keeps_no_version_from_one_th
         assert not stuck.in_traffic and "kept the other servers waiting" in stuck.reason
         link.thawed.set()
         servers.wait_for(1, stuck)
+
+
+def reads_slowly(link: Link) -> list[int]:
+    """A server that works, and takes three times as long as it may. The versions that it began with."""
+    begun: list[int] = []
+
+    def update(feed: SimpleNamespace, buckets: list, num_buffers: int) -> dict[str, float]:
+        begun.append(feed.version)
+        deadline = time.monotonic() + 3 * LATE_S
+        while time.monotonic() < deadline:
+            link.check()
+            time.sleep(0.002)
+        return {"total": 3 * LATE_S}
+
+    link.update = update
+    return begun
+
+
+def test_a_slow_server_gets_a_whole_version_in_the_end(monkeypatch):
+    with Servers(monkeypatch, [Mode.ALONE] * 2, True) as servers:
+        slow, link = servers.fleet.servers[0], servers.links["http://server0"]
+        begun = reads_slowly(link)
+        deadline = time.monotonic() + 10
+        while slow.version < 0:
+            assert time.monotonic() < deadline
+            servers.publish(servers.snapshots.newest + 1)
+            time.sleep(LATE_S / 2)
+        assert len(begun) > 1, "others wait for it"
+
+
+def test_a_server_that_comes_back_after_a_publish_that_waited_keeps_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(worker_module, "_BACKOFF_S", 0.01)
+    with Servers(monkeypatch, [Mode.ALONE] * 2, True) as servers:
+        (slow, other), (worker, _) = servers.fleet.servers, servers.workers
+        servers.leader.waited_for = 1
+        servers.publish(1)
+        servers.wait_for(1, slow, other)
+        begun = reads_slowly(servers.links[slow.url])
+        servers.fleet.distrust(slow, "its answers are not the policy's")
+        until(lambda: worker.mode is Mode.LOST)
+        servers.wait_for(1, slow)
+        assert begun == [1]
+
+
+def give_up(servers: Servers) -> None:
+    """As the leader does with late readers."""
+    with servers.board.lock:
+        for worker in list(servers.copy.readers):
+            del servers.copy.readers[worker]
+            worker.drop(None, "it is late")
+
+
+def test_a_server_whose_files_were_removed_since_it_was_late_is_not_lost(monkeypatch):
+    """`[rollout] min_servers` would end the run."""
+    with Servers(monkeypatch, [Mode.ALONE], True) as servers:
+        (server,), (link,) = servers.fleet.servers, servers.links.values()
+        update = link.update
+
+        def fail(*_: object) -> None:
+            link.update = update
+            give_up(servers)
+            raise WeightSyncError(link, "apply", 1, 0, "HTTP 400: no such file")
+
+        link.update = fail
+        servers.publish(1)
+        servers.wait_for(1, server)
+        assert server.losses == 0
+
+
+def test_a_server_that_fails_as_it_is_late_is_not_kept_from_pushes(monkeypatch):
+    monkeypatch.setattr(worker_module, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(worker_module, "HEALTH_S", 0.05)
+    with Servers(monkeypatch, [Mode.ALONE, Mode.COMMON], False) as servers:
+        (server, _), (link, _), (worker, _) = servers.fleet.servers, servers.links.values(), servers.workers
+        update = link.update
+
+        def fail(*_: object) -> None:
+            link.update, link.close = update, close
+            raise WeightSyncError(link, "apply", 1, 0, "HTTP 500")
+
+        def close() -> None:  # the leader may look meanwhile
+            link.close = lambda: None
+            give_up(servers)
+            servers.board.workers = [worker]  # nobody is left in common
+
+        link.update = fail
+        servers.publish(1)
+        servers.wait_for(1, server)
+        servers.board.workers = servers.workers
+
+
+def test_a_push_may_take_as_long_as_the_last_one_whoever_has_waited_for_its_end(monkeypatch):
+    board = Servers(monkeypatch, [Mode.COMMON, Mode.ALONE], False).board
+    board.copy_wanted, board._waited_since, board.push_s = True, time.monotonic() - 100, 10.0
+    dropped: list[str] = []
+    push = Push(1, 1, 1, ["slow"], 0.01, lambda url, why: dropped.append(url), None, board.copy_is_late)
+    thread = threading.Timer(0.1, push.ended, ("slow", {}))
+    thread.start()
+    push.offer(None, None)
+    push.complete([], {})
+    thread.join()
+    assert not dropped
+    assert board.copy_is_late(time.monotonic() - 11)
 
 
 def test_no_push_begins_when_the_workers_have_been_told_to_end():

@@ -184,18 +184,21 @@ class Board:
 
     def drop_late_readers(self) -> None:
         """Others wait for the readers' end: drop those that take longer than the last server took, by `straggler_s`.
-        Under the lock."""
-        copy, limit_s = self.copy, self.push_s + self.straggler_s
+        Each drop doubles a server's time: a slow one would else never have a whole version. Under the lock."""
+        copy = self.copy
         assert copy is not None  # it has readers
-        why = f"kept the other servers waiting for over {limit_s:.3g} s with version {copy.version}"
         for worker, began in list(copy.readers.items()):
+            limit_s = (self.push_s + self.straggler_s) * 2.0**worker.too_late
             if time.monotonic() > max(began, self._others_wait_since()) + limit_s:
                 del copy.readers[worker]
-                worker.drop(None, why)
+                worker.too_late += 1
+                worker.drop(
+                    None, f"kept the other servers waiting for over {limit_s:.3g} s with version {copy.version}"
+                )
 
-    def copy_is_late(self) -> bool:
-        """Whether a server has waited for a copy for longer than a push takes."""
-        return self.copy_wanted and time.monotonic() > self._others_wait_since() + self.push_s
+    def copy_is_late(self, since: float) -> bool:
+        """Whether a server has waited for a copy since then (`time.monotonic()`) for longer than a push takes."""
+        return self.copy_wanted and time.monotonic() > max(since, self._others_wait_since()) + self.push_s
 
     def _others_wait_since(self) -> float:
         """When the leader found that servers wait, who need a newer copy. inf if none does."""

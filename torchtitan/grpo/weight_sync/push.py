@@ -57,7 +57,8 @@ class Push:
         straggler_s: How long one server may be behind while another is ready to go on, or has everything already.
         on_drop: Called on the leader's thread with a server that is dropped and the reason.
         drain_s: How long a server may take to finish its running answers; None if it does not finish them.
-        outside: Whether a server that takes no part waits for the push to end, too. Called under the push's lock.
+        outside: Whether a server that takes no part has waited for too long, too, since the leader began to wait for
+            this bucket (`time.monotonic()`). Called under the push's lock.
 
     Attributes:
         version: See above.
@@ -76,7 +77,7 @@ class Push:
         straggler_s: float,
         on_drop: Callable[[str, str], None],
         drain_s: float | None = None,
-        outside: Callable[[], bool] = lambda: False,
+        outside: Callable[[float], bool] = lambda since: False,
     ):
         self.version = version
         self.seconds: dict[str, float] = {}
@@ -150,13 +151,13 @@ class Push:
         with self._lock:
             self._awaited = count
             self._late = {server for server, done in self._released.items() if done < count}
-        others_wait_since = None
+        others_wait_since, began = None, time.monotonic()
         while True:
             check()
             with self._lock:
                 if not self._late:
                     return
-                nobody_waits = len(self._late) == len(self._released) and not self.servers and not self._outside()
+                nobody_waits = len(self._late) == len(self._released) and not self.servers and not self._outside(began)
                 if nobody_waits or self._late <= self._draining:
                     others_wait_since = None
                     self._for_leader.wait(_CHECK_S)

@@ -183,7 +183,7 @@ class Leader(SyncThread):
             if newest >= 0 and board.in_common() and (board.push_wanted or due):
                 return self._push_in_common
             wanted = board.copy_wanted or (board.copies_only and due)
-            waited = wanted or (board.copies_only and newest == self.waited_for)
+            waited = wanted or (board.copies_only and newest == self.waited_for and not self.settled(newest))
             if newest >= 0 and waited and board.copy is not None:
                 board.drop_late_readers()
                 if wanted and not board.copy_in_use():

@@ -52,6 +52,7 @@ class ServerWorker(threading.Thread):
         mode: How the server gets its weights now.
         dropped: Why the leader goes on without this server in the push that it is invited to, or with the copy that it
             reads; "" if it does not.
+        too_late: How often it was dropped from a copy since it last failed.
         wake: Notified when there is something to do.
     """
 
@@ -62,6 +63,7 @@ class ServerWorker(threading.Thread):
         self.link = self._make_link(server, backend, device, board)
         self.mode = Mode.LOST
         self.dropped = ""
+        self.too_late = 0
         self.wake = threading.Condition(board.lock)
         self._push: Push | None = None
         self._board = board
@@ -224,26 +226,17 @@ class ServerWorker(threading.Thread):
         if not taken:
             self._look_after_health()
             return
-        copy = board.copy
-        version, feed = copy.version, copy.feed()
-        self.link.check = self._check_reader
         try:
-            self.link.stop(version)
-            with board.lock:
-                if self in copy.readers:
-                    copy.readers[self] = time.monotonic()
-            seconds = self._update(feed, 1)
+            version, seconds = self._read()
         except Dropped as why:
             self._start_over(why)
             return
         except (WeightSyncError, UserError) as error:
-            self._lose(error)
+            if self.dropped:  # files of a version that was given up may have been removed
+                self._start_over(Dropped(self.dropped))
+            else:
+                self._lose(error)
             return
-        finally:
-            self.link.check = board.check
-            with board.changed:
-                copy.readers.pop(self, None)
-                board.changed.notify_all()
         self._has_given(version)
         with board.changed:
             self.dropped = ""  # it has all of it
@@ -262,6 +255,25 @@ class ServerWorker(threading.Thread):
         if newest:
             board.fleet.admit(self.server, version)
         board.notify()
+
+    def _read(self) -> tuple[int, dict[str, float]]:
+        """Feed the server from the copy that it takes: the version and the seconds by phase. Whatever the end, it is no
+        reader then, and is not dropped any more."""
+        board, copy = self._board, self._board.copy
+        assert copy is not None  # it has this reader
+        version, feed = copy.version, copy.feed()
+        self.link.check = self._check_reader
+        try:
+            self.link.stop(version)
+            with board.lock:
+                if self in copy.readers:
+                    copy.readers[self] = time.monotonic()
+            return version, self._update(feed, 1)
+        finally:
+            self.link.check = board.check
+            with board.changed:
+                copy.readers.pop(self, None)
+                board.changed.notify_all()
 
     def _update(self, feed: Any, num_buffers: int) -> dict[str, float]:
         self.server.updating = True
@@ -390,7 +402,7 @@ class ServerWorker(threading.Thread):
             raise reason  # no fault of the server
         self._leave_push()  # it may have been invited meanwhile
         self.link.close()
-        self.mode = Mode.LOST
+        self.mode, self.too_late = Mode.LOST, 0
         if dead is not self._dead:
             self._dead, self._failures = dead, 0
         pause_s = min(_BACKOFF_S * 2**self._failures, _DEAD_S if dead else _REFUSES_S)
