@@ -276,17 +276,17 @@ def test_too_few_gpus_are_refused_with_the_sum(flags, gpus, says, monkeypatch):
     assert (len(messages) == 1 and says in messages[0]) if says else not messages
 
 
-def test_a_python_without_the_engine_is_refused(tmp_path: Path):
+def test_a_python_without_the_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho; echo False\n")
     python.chmod(0o755)
     flags = ["--model.hf_assets_path", str(TINY_QWEN3), "--rollout.engine", "sglang", "--rollout.replicas", "1"]
-    with pytest.raises(
-        UserError, match=rf"\[rollout\] server_python = \"{python}\": {python} has no SGLang; set SGLANG"
-    ):
-        load_config([*flags, "--rollout.server_python", str(python)])
-    with pytest.raises(UserError, match=r"\[rollout\] server_python = \"/no/python\": /no/python does not run"):
-        load_config([*flags, "--rollout.server_python", "/no/python"])
+    monkeypatch.setenv("SGLANG_PYTHON", str(python))
+    with pytest.raises(UserError, match=rf"\[rollout\] replicas = 1: {python} has no SGLang; set SGLANG"):
+        load_config(flags)
+    monkeypatch.setenv("SGLANG_PYTHON", "/no/python")
+    with pytest.raises(UserError, match=r"\[rollout\] replicas = 1: /no/python does not run"):
+        load_config(flags)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ GONE = {
     "rollout.embedded_max_sequences": "it is a flag of the server, as in [rollout] server_flags = "
     '["--max-sequences", "1024"]',
     "rollout.episode_lease_seconds": "a quarter of [rollout] group_timeout_seconds is the limit",
+    "rollout.server_python": "set the environment variable VLLM_PYTHON or SGLANG_PYTHON",
     "validation.min_p": _MIN_P,
     "validation.sets.min_p": _MIN_P,
     "weight_sync.bucket_mib_max": "set [weight_sync] buffer_memory_ratio: two buckets share it, of a GiB each at most",

@@ -36,7 +36,7 @@ _TOP_K = "servers tell the tokens that they kept, and top_k bounds how many"
 _OTHER_ENGINE = Needs(
     "rollout.engine",
     *(name for name, command in COMMANDS.items() if not command.bundled),
-    why="an embedded one has one device and the trainer's Python",
+    why="an embedded one has one device",
 )
 _CORRECTS = Needs("grpo.importance_correction", "truncate", "mask")
 _QUANTIZES = Needs("rollout.engine", *(name for name, command in COMMANDS.items() if command.quantizes))
@@ -242,9 +242,6 @@ class Rollout:
     """The server gives up its memory while the trainer trains. For sync runs of all weights."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64), Needs("rollout.replicas"), _OTHER_ENGINE] = 1
     """GPUs of each server (tensor parallelism)."""
-    server_python: Annotated[str, Needs("rollout.replicas"), _OTHER_ENGINE] = ""
-    """The Python that has the engine. Empty: VLLM_PYTHON or SGLANG_PYTHON; else, on a CPU, that of
-    scripts/install_vllm_cpu.sh or install_sglang_cpu.sh; else the trainer's."""
     server_flags: Annotated[list[str], Needs("rollout.replicas")] = field(default_factory=list)
     """Further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
     quantization: Annotated[Literal["none", "fp8"], _QUANTIZES] = "none"

@@ -49,7 +49,7 @@ CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"
 PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validation_path", "data.chat_template_file")
 """Keys whose values may start with `~`, the home folder."""
-OTHER_PATHS = ("checkpoint.folder", "rollout.server_python", "rollout.urls_file", "weight_sync.disk_folder")
+OTHER_PATHS = ("checkpoint.folder", "rollout.urls_file", "weight_sync.disk_folder")
 
 FULL = "full"
 """May follow `--dry_run` and `--check`, beside a target."""

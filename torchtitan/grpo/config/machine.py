@@ -215,10 +215,9 @@ def _check_servers_python(config: JobConfig, gpus: int) -> Iterator[str]:
     if not rollout.replicas or config.ray.enable or os.environ.get("RANK", "0") != "0":
         return
     try:
-        COMMANDS[rollout.engine]("", None if gpus else (), python=rollout.server_python).engine_folder()
+        COMMANDS[rollout.engine]("", None if gpus else ()).engine_folder()
     except ServerCommandError as error:
-        named = rollout.server_python
-        yield f"[rollout] {f'server_python = {show(named)}' if named else f'replicas = {rollout.replicas}'}: {error}"
+        yield f"[rollout] replicas = {rollout.replicas}: {error}"
 
 
 def planned_ranks(config: JobConfig, dry_run: bool = False) -> int:

@@ -61,7 +61,6 @@ OF_THE_RUN = (
     "rollout.memory_share",
     "rollout.gpus_per_server",
     "rollout.quantization",
-    "rollout.server_python",
     "rollout.server_flags",
 )
 """Sections and keys about a run's steps, processes and servers. Those of its file do not count here, those of the

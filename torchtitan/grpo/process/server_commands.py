@@ -76,7 +76,6 @@ class ServerCommand:
         gpus: Indices among the visible CUDA devices. Several become a tensor-parallel server. Empty: the CPU, in
             float32. None: all visible devices, without tensor parallelism.
         flags: The engine's own flags. They come last, and the last of two wins.
-        python: The Python that has the engine; "" for `found_python`.
         max_model_len: Longest prompt and answer together, in tokens; None leaves it to the engine.
         key_env: The environment variable with the API key that it asks for; "" for none. No command line has the key.
         has_tokenizer: The folder has, or will have, a tokenizer. False: it is looked for.
@@ -127,7 +126,6 @@ class ServerCommand:
     model: str
     gpus: tuple[int, ...] | None = None
     flags: tuple[str, ...] = ()
-    python: str = ""
     host: str = LOOPBACK
     max_model_len: int | None = None
     key_env: str = ""
@@ -167,12 +165,12 @@ class ServerCommand:
         return env | ({self.key_variable: self._key()} if self._key() else {})
 
     def found_python(self) -> str:
-        """The Python that has the engine: `python`; else the one that the environment names; for the CPU that of
+        """The Python that has the engine: the one that the environment names; else for the CPU that of
         scripts/install_*_cpu.sh, if there is one; else this one."""
         named = os.environ.get(self.python_variable, "")
         if os.sep in named:
             named = os.path.abspath(named)
-        return self.python or named or (self.gpus == () and self._installed_for_cpu()) or sys.executable
+        return named or (self.gpus == () and self._installed_for_cpu()) or sys.executable
 
     def engine_folder(self) -> str:
         """Where its Python has the engine's package, "" if that is this one. Takes about 0.1 s.

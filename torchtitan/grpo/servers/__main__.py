@@ -32,7 +32,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus_per_server", type=int, default=1, help="several: tensor parallelism")
     parser.add_argument("--first_gpu", type=int, default=0, help="GPU of the first server; the others have the next")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
-    parser.add_argument("--server_python", default="", help="Python that has the engine; default: VLLM_PYTHON, ...")
     parser.add_argument("--start_timeout_seconds", type=float, default=300.0, help="longest wait for health")
     parser.add_argument("--host", default="127.0.0.1", help="address that trainers reach; beyond loopback add --expose")
     parser.add_argument("--expose", action="store_true", help="let other machines reach the servers")
@@ -65,8 +64,7 @@ def planned(arguments: argparse.Namespace) -> list[ServerCommand]:
             os.path.abspath(arguments.model),
             tuple(range(arguments.first_gpu + i * each, arguments.first_gpu + (i + 1) * each)),
             tuple(arguments.flags),
-            arguments.server_python,
-            arguments.host,
+            host=arguments.host,
             key_env=arguments.api_key_env,
         )
         for i in range(arguments.replicas)

@@ -70,7 +70,6 @@ def planned_servers(config: JobConfig, gpus: int, trainers_here: int, model: str
             os.path.abspath(model or os.path.join(config.job.dump_folder, MODEL_FOLDER)),
             tuple(range(first + i * each, first + (i + 1) * each)),
             tuple(rollout.server_flags),
-            rollout.server_python,
             max_model_len=longest_tokens(config),  # the engine's own limit may be far longer, and would cost memory
             key_env=rollout.api_key_env,
             has_tokenizer=True,
