@@ -578,7 +578,6 @@ def test_parts_of_the_tiny_model(monkeypatch):
     ("flags", "moment", "part"),
     [
         (["--offload.optimizer_states", "host"], "optimizer step", "AdamW state"),
-        (["--offload.offload_optimizer_states_for_logprob"], "reference's log-probabilities", "AdamW state"),
         (["--offload.reference_weights", "host"], "optimizer step", "reference model"),
     ],
 )
