@@ -64,7 +64,7 @@ class Harness:
         checked: bool = True,
     ) -> None:
         self.in_flight, self.moves, self.lora, self.checked = in_flight, moves, lora, checked
-        section = SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf")
+        section = SimpleNamespace(hf_assets_path=str(folder), weights="hf")
         self.source = resolve_model(section, 1024, *([LORA] if lora else []))
         self.model = self.source.build()
         with torch.no_grad():

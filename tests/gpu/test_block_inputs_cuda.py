@@ -79,7 +79,7 @@ def build(folder, kind: str = "eager") -> tuple[nn.Module, list[nn.Parameter]]:
     config.compile.enable = "compiled" in kind
     config.debug.seed = 0
     implementation = "transformers" if "transformers" in kind else "auto"
-    wanted = SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf", implementation=implementation)
+    wanted = SimpleNamespace(hf_assets_path=str(folder), weights="hf", implementation=implementation)
     lora = SimpleNamespace(enable="adapters" in kind, rank=8, alpha=16.0, target_modules=["all-linear"])
     source = resolve_model(wanted, 2048, lora)
     model = parallelize.build_model(source, config, ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), DEVICE)

@@ -82,7 +82,7 @@ def build(
     config.activation_checkpoint.selective_ac_option = keeps
     config.compile.enable = compile
     dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 512)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 512)
     model = build_model(source, config, dims, DEVICE)
     load_hf_weights(model, source, folder)
     return model

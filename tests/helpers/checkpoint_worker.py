@@ -77,7 +77,7 @@ class TinyTrainer:
             dump.mkdir(parents=True, exist_ok=True)
             (dump / "config.json").write_text(json.dumps(TINY))
         dist.barrier()
-        section = SimpleNamespace(flavor="", hf_assets_path=str(dump), weights="random")
+        section = SimpleNamespace(hf_assets_path=str(dump), weights="random")
         self.source = resolve_model(section, TINY["max_position_embeddings"])
         config = JobConfig()
         config.training = SimpleNamespace(

@@ -53,9 +53,7 @@ def run(folder: str, out: Path, tp: int, cp: int, checkpointing: str, lora: dict
     config.debug.seed = 11
     world = dist.get_world_size()
     dims = ParallelDims(1, world // (tp * cp), cp, tp, 1, 1, 1, world)
-    source = resolve_model(
-        SimpleNamespace(flavor="", hf_assets_path=folder, weights="hf"), 64, SimpleNamespace(**LORA | lora)
-    )
+    source = resolve_model(SimpleNamespace(hf_assets_path=folder, weights="hf"), 64, SimpleNamespace(**LORA | lora))
     model = build_model(source, config, dims, torch.device("cpu"))
     load_hf_weights(model, source, folder)
     adapters = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}

@@ -73,7 +73,7 @@ def train(
     world = dist.get_world_size()
     dims = ParallelDims(replicas, world // (tp * cp) // replicas, cp, tp, 1, ep, 1, world)
     data_rank = dims.get_mesh("batch").get_local_rank() if world // (tp * cp) > 1 else 0
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="hf"), 64)
+    source = resolve_model(SimpleNamespace(hf_assets_path=folder, weights="hf"), 64)
     model = build_model(source, config, dims, torch.device("cpu"))
     load_hf_weights(model, source, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -48,7 +48,7 @@ def main(tp: int, out: str, folders: list[str]) -> None:
     single = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
     seen = {}
     for folder in folders:
-        source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="hf"), 64)
+        source = resolve_model(SimpleNamespace(hf_assets_path=folder, weights="hf"), 64)
         model = build_model(source, config, dims, torch.device("cpu"))
         load_hf_weights(model, source, folder)
         whole = build_model(source, config, single, torch.device("cpu"))

@@ -24,7 +24,7 @@ SYNC = job_config.WeightSync(timeout_seconds=60.0)
 
 
 def trainer_of(folder: Path) -> tuple[ModelSource, nn.Module]:
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 64)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 64)
     model = source.build()
     with torch.no_grad():
         model.init_weights(buffer_device=CPU)
@@ -59,7 +59,7 @@ class AdapterTrainer:
     """
 
     def __init__(self, folder: Path, rank: int = 4, alpha: float = 6.0) -> None:
-        section = SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf")
+        section = SimpleNamespace(hf_assets_path=str(folder), weights="hf")
         lora = SimpleNamespace(enable=True, rank=rank, alpha=alpha, target_modules=["all-linear"])
         self.source, self.folder = resolve_model(section, 64, lora), folder
         assert self.source.lora is not None

@@ -147,7 +147,7 @@ def main(job: dict) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
     dims = ParallelDims(1, world // job["tp"], 1, job["tp"], 1, 1, 1, world)
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=job["folder"], weights="hf"), 64)
+    source = resolve_model(SimpleNamespace(hf_assets_path=job["folder"], weights="hf"), 64)
     model = build_model(source, config, dims, device)
     load_hf_weights(model, source, job["folder"])
 

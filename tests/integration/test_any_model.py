@@ -83,7 +83,7 @@ def test_logprobs_gradients_a_step_and_the_export_equal_transformers(kind, tmp_p
 
 
 def packed_model(folder: Path, compile: bool = False) -> tuple[ModelSource, torch.nn.Module]:
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 128)
     with torch.device("meta"):
         model = source.build()
     make_packed(model, compile=compile)

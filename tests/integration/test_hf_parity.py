@@ -92,7 +92,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSource, nn.Module]:
-    section = SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf")
+    section = SimpleNamespace(hf_assets_path=str(folder), weights="hf")
     source = resolve_model(section, SHAPE["max_position_embeddings"])
     with torch.device("meta"):
         model = source.build()
@@ -173,9 +173,12 @@ def test_config_without_weights_describes_the_model_to_a_server(folders, tmp_pat
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_a_flavours_config_takes_its_token_ids_from_the_tokenizer(folders, tmp_path):
-    section = SimpleNamespace(name="llama3", flavor="debugmodel", hf_assets_path="absent", weights="random")
-    write_hf_config(resolve_model(section, 64), AutoTokenizer.from_pretrained(folders["llama"]), tmp_path)
+def test_a_config_without_token_ids_takes_them_from_the_tokenizer(folders, tmp_path):
+    config = json.loads((folders["llama"] / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if not key.endswith("_token_id")}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(tmp_path), weights="random"), 64)
+    write_hf_config(source, AutoTokenizer.from_pretrained(folders["llama"]), tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 1, 2)
 

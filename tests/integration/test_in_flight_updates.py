@@ -49,7 +49,7 @@ class Trainer:
 
     def __init__(self, folders: list[Path], urls: list[str], timeout_s: float, **modes):
         self._folders = folders
-        self._source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folders[0]), weights="hf"), 64)
+        self._source = resolve_model(SimpleNamespace(hf_assets_path=str(folders[0]), weights="hf"), 64)
         self._model = self._source.build()
         with torch.no_grad():
             self._model.init_weights(buffer_device=CPU)

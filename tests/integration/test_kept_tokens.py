@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_trainer_agrees_with_its_sampler_among_the_kept_tokens_only(folder: Path) -> None:
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 128)
     model = source.build()
     make_packed(model)
     with torch.no_grad():

@@ -59,7 +59,7 @@ def reference_model(family: str, tied: bool):
 
 
 def source_of(folder) -> ModelSource:
-    return resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
+    return resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 128)
 
 
 def packed_model(folder, compile: bool = False):

@@ -120,7 +120,7 @@ def ends(folder) -> Iterator[Ends]:
 
 
 def trainer_of(folder, checkpointing: str = "none") -> nn.Module:
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 128)
     assert route_shape(source.model_args) == ROUTES
     model = source.build()
     make_packed(model)

@@ -80,7 +80,7 @@ def test_logprobs_are_those_of_transformers_and_the_model_knows_something(smollm
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
     answer = [*tokenizer("The capital of France is Paris.")["input_ids"], tokenizer.eos_token_id]
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(smollm2), weights="hf"), 128)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(smollm2), weights="hf"), 128)
     with torch.device("meta"):
         model = source.build()
     make_packed(model, compile=False)

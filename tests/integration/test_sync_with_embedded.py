@@ -54,7 +54,7 @@ def servers() -> Iterator[list[ServerThread]]:
 @pytest.fixture
 def connect() -> Iterator[Callable[..., WeightSync]]:
     """A trainer that is connected to servers."""
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(TINY_QWEN3), weights="random"), 64)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(TINY_QWEN3), weights="random"), 64)
     model = source.build()
     with torch.no_grad():
         model.init_weights(buffer_device=CPU)

@@ -33,7 +33,7 @@ def shape_source(shape: str, lora_rank: int = 0) -> ModelSource:
     lora = job_config.Lora(enable=lora_rank > 0, rank=max(1, lora_rank))
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, MAX_TOKENS)
-        return resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="random"), 64, lora)
+        return resolve_model(SimpleNamespace(hf_assets_path=folder, weights="random"), 64, lora)
 
 
 class Ranks:

@@ -264,11 +264,6 @@ BAD_TOML = {
     ),
     "importance without 1": ("[grpo]\nimportance_max = 0.5", "[grpo] importance_max = 0.5", "must have 1 between"),
     "k1 in the loss": ("[grpo]\nkl_coef = 0.1\nkl_estimator = 'k1'", "[grpo] kl_estimator", 'kl_placement = "reward"'),
-    "a preset of transformers": (
-        "[model]\nname = 'qwen3'\nflavor = '0.6B'\nimplementation = 'transformers'",
-        '[model] flavor = "0.6B" is a preset of torchtitan',
-        'implementation = "auto"',
-    ),
     "FA4 in float32": (
         "[training]\nflash_attention = 'FA4'\nmixed_precision_param = 'float32'",
         '[training] flash_attention = "FA4"',
@@ -556,7 +551,7 @@ BAD_TOML = {
         "multiple of [validation] freq = 10",
     ),
     "optimizer": ("[optimizer]\nname = 'Muon'", '[optimizer] name = "Muon"', "AdamW or Adam"),
-    "flavor alone": ("[model]\nflavor = '0.6B'", "[model] flavor", "with [model] name only (its family, as in"),
+    "flavor": ("[model]\nflavor = '0.6B'", '[model] flavor = "0.6B" is not supported', "config.json"),
     "shards": (
         "[parallelism]\ndata_parallel_shard_degree = 0",
         "[parallelism] data_parallel_shard_degree = 0",
@@ -596,7 +591,7 @@ LONG = "x" * 5000
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--model.name", LONG, "--model.flavor", LONG, "--reward.functions", LONG], "no built-in"),
+        (["--reward.functions", LONG], "no built-in"),
         (["--rollout.engine", LONG], "is not allowed"),
         (["--rollout.urls", LONG], "is no base address"),
         (["--grpo.group_size", LONG], "is text, not int"),

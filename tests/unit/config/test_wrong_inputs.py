@@ -395,9 +395,7 @@ MODELS = {
             "run.toml", "[validation]\nenable = true\n[[validation.sets]]\nname = 'far'\nmax_answer_tokens = 497"
         ),
     ),
-    "a hub's name as family": flag("--model.name", "a/b", '[model] name = "a/b" is no family', "hf_assets_path"),
-    "unknown flavour": wrong({"--model.name": "qwen3", "--model.flavor": "0.7B"}, '"0.7B" is not a flavour', "0.6B"),
-    "flavour alone": flag("--model.flavor", "0.6B", "[model] flavor", "with [model] name only"),
+    "a hub's name as family": flag("--model.name", "a/b", '[model] name = "a/b" is not', "hf_assets_path, by"),
     "no weights": wrong(HF, "neither model.safetensors", 'weights = "random"', spoil=unlink("model/model.safetensors")),
     "torn weights": wrong(HF, "model.safetensors is truncated", "Download them again", spoil=cut_weights),
     "weights of another shape": wrong(

@@ -591,7 +591,7 @@ def test_what_is_on_the_host_takes_no_device_memory(flags, moment, part, monkeyp
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_compiled_block_saves_neither_silu_nor_the_last_product(family, folders):
-    source = resolve_model(SimpleNamespace(hf_assets_path=folders[f"{family}-small"], flavor=""), 64)
+    source = resolve_model(SimpleNamespace(hf_assets_path=folders[f"{family}-small"]), 64)
     with torch.device("meta"):
         block = source.build().layers["0"]
     eager, compiled = (
@@ -604,7 +604,7 @@ def test_a_compiled_block_saves_neither_silu_nor_the_last_product(family, folder
 
 def test_long_shared_prompts_take_memory_at_attention(folders, monkeypatch):
     """Copies of keys, values and their gradients, beyond what the feed-forward layer needs at its own moment."""
-    source = resolve_model(SimpleNamespace(hf_assets_path=folders["qwen3-small"], flavor=""), 64)
+    source = resolve_model(SimpleNamespace(hf_assets_path=folders["qwen3-small"]), 64)
     with torch.device("meta"):
         block = source.build().layers["0"]
     args = source.model_args

@@ -1,6 +1,7 @@
 """Trainer and server on one GPU: the sum, and what is refused."""
 
 import pytest
+from transformers import Qwen3Config
 
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.load import load_config
@@ -11,15 +12,28 @@ from torchtitan.grpo.dry_run.shared_gpu import shared_gpu
 from torchtitan.grpo.errors import UserError
 
 H200 = GPUS["h200"]
-QWEN = ["--model.name", "qwen3", "--model.flavor", "8B", "--model.weights", "random"]
-QWEN_4B = ["--model.name", "qwen3", "--model.flavor", "4B", "--model.weights", "random"]
+SIZES = {"8B": dict(hidden_size=4096, intermediate_size=12288), "4B": dict(hidden_size=2560, intermediate_size=9728)}
 SLEEPS = ["--rollout.sleep_while_training", "--rollout.memory_share"]
-COLOCATED = ["--model.hf_assets_path", str(TINY_QWEN3), "--rollout.engine", "vllm", "--rollout.colocate"]
+COLOCATED = ["--model.weights", "random", "--rollout.engine", "vllm", "--rollout.colocate"]
 COLOCATED += ["--training.seq_len", "512", "--data.max_prompt_tokens", "128", "--rollout.max_answer_tokens", "128"]
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """By size, what describes a Qwen3."""
+    base = tmp_path_factory.mktemp("models")
+    for name, size in SIZES.items():
+        config = Qwen3Config(**size, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.tie_word_embeddings = name == "4B"
+        config.save_pretrained(base / name)
+    return {name: str(base / name) for name in SIZES}
+
+
 def test_both_sides_and_what_neither_counts_make_the_whole():
-    config = load_config([*COLOCATED, "--rollout.memory_share", "0.4"], "h200")
+    config = load_config(
+        [*COLOCATED, "--model.hf_assets_path", str(TINY_QWEN3), "--rollout.memory_share", "0.4"], "h200"
+    )
     memory = memory_bytes(config, 1, H200)
     shared = shared_gpu(config, memory, H200)
     assert abs(shared.server + shared.left + BESIDE_BYTES - shared.total) <= 1
@@ -29,9 +43,9 @@ def test_both_sides_and_what_neither_counts_make_the_whole():
     assert "the server is on the same device" in text and f"keys and values of {shared.tokens:,} tokens" in text
 
 
-def test_a_server_that_sleeps_leaves_the_trainer_its_peak():
+def test_a_server_that_sleeps_leaves_the_trainer_its_peak(folders):
     """What is refused beside a server of half an H200 fits in turn with it."""
-    words = [*COLOCATED, *QWEN_4B, "--rollout.memory_share", "0.5"]
+    words = [*COLOCATED, "--model.hf_assets_path", folders["4B"], "--rollout.memory_share", "0.5"]
 
     with pytest.raises(UserError, match="sleep_while_training = true"):
         describe(load_config(words, "h200"), 1, "h200")
@@ -45,19 +59,16 @@ def test_a_server_that_sleeps_leaves_the_trainer_its_peak():
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("size", "flags", "says"),
     [
-        (
-            [*QWEN, *SLEEPS, "0.3"],
-            ("sleep_while_training", "at its peak", "137.3 GiB are left"),
-        ),
-        ([*QWEN_4B, *SLEEPS, "0.7"], ("between two steps the trainer needs", "Lower memory_share")),
-        ([*QWEN, "--rollout.memory_share", "0.5"], ("the trainer needs", "Lower memory_share", "67.4 GiB are left")),
-        ([*QWEN, "--rollout.memory_share", "0.1"], ("memory_share = 0.1 of H200", "is 14.0 GiB", "Raise memory_share")),
+        ("8B", [*SLEEPS, "0.3"], ("sleep_while_training", "at its peak", "137.3 GiB are left")),
+        ("4B", [*SLEEPS, "0.7"], ("between two steps the trainer needs", "Lower memory_share")),
+        ("8B", ["--rollout.memory_share", "0.5"], ("the trainer needs", "Lower memory_share", "67.4 GiB are left")),
+        ("8B", ["--rollout.memory_share", "0.1"], ("memory_share = 0.1 of H200", "is 14.0 GiB", "Raise memory_share")),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_keys_to_change(flags, says):
-    config = load_config([*COLOCATED, *flags], "h200")
+def test_what_does_not_fit_is_refused_with_the_keys_to_change(size, flags, says, folders):
+    config = load_config([*COLOCATED, "--model.hf_assets_path", folders[size], *flags], "h200")
     with pytest.raises(UserError) as error:
         describe(config, 1, "h200")
     for part in says:

@@ -20,7 +20,7 @@ from torchtitan.grpo.model.transformers import FAMILY
 
 def resolve(folder, **lora):
     lora_cfg = SimpleNamespace(enable=bool(lora), rank=4, alpha=8.0, target_modules=["all-linear"])
-    return resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128, lora_cfg)
+    return resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 128, lora_cfg)
 
 
 def test_kernels_for_cuda_are_not_called_on_a_cpu(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.checkpoint.adapters import BaseState
@@ -18,11 +19,9 @@ from torchtitan.grpo.model.lora import LoraLinear, PeftNames, adapters_off, add_
 from torchtitan.grpo.model.peft_folder import adapter_config
 from torchtitan.grpo.model.source import resolve_model
 
-LLAMA = dict(name="llama3", flavor="debugmodel", hf_assets_path="absent", weights="random")
-
 
 def resolve(targets: list[str], **model):
-    section = SimpleNamespace(flavor="", hf_assets_path=str(TINY_QWEN3), weights="random")
+    section = SimpleNamespace(hf_assets_path=str(TINY_QWEN3), weights="random")
     lora = SimpleNamespace(enable=True, rank=4, alpha=6.0, target_modules=targets)
     return resolve_model(SimpleNamespace(**vars(section) | model), 64, lora)
 
@@ -89,9 +88,11 @@ def test_without_its_adapter_a_layer_is_the_base_to_the_bit():
     assert not torch.equal(layer(x), expected)
 
 
-def test_b_follows_the_rows_of_its_weight():
+def test_b_follows_the_rows_of_its_weight(tmp_path):
     """Llama's rows of queries and keys lie in another order at Hugging Face. Then B A moves as the weight does."""
-    source = resolve(["q_proj", "k_proj", "v_proj"], **LLAMA)
+    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=67)
+    LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    source = resolve(["q_proj", "k_proj", "v_proj"], hf_assets_path=str(tmp_path))
     args = source.model_args
     for layer, rows in (
         ("wq", args.dim),
@@ -112,7 +113,7 @@ def test_b_follows_the_rows_of_its_weight():
 def test_adapters_without_their_base_are_no_model(part, tmp_path):
     (tmp_path / part).mkdir(exist_ok=True)
     (tmp_path / part / "adapter_config.json").touch()
-    model = SimpleNamespace(flavor="", hf_assets_path=str(tmp_path))
+    model = SimpleNamespace(hf_assets_path=str(tmp_path))
     for look in (lambda: resolve_model(model, 64), lambda: model_folder(tmp_path)):
         with pytest.raises(UserError, match="LoRA adapters without their base; merge"):
             look()

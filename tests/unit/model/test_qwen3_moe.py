@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.helpers import TINY_QWEN3
 from tests.helpers.microbatches import microbatches
 from tests.helpers.tiny_models import as_in_files
 from torchtitan.grpo.errors import UserError
@@ -39,7 +40,7 @@ def save(folder: Path, **changes: object) -> Path:
 
 
 def resolve(folder: Path, lora: SimpleNamespace | None = None) -> ModelSource:
-    return resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 64, lora)
+    return resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 64, lora)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_degrees_that_are_refused(degrees, message, tmp_path):
     check_degrees(source, Parallelism(1, 3))
     with pytest.raises(UserError, match=message):
         check_degrees(source, degrees)
-    dense = resolve_model(SimpleNamespace(name="qwen3", flavor="0.6B", hf_assets_path="", weights="random"), 64)
+    dense = resolve_model(SimpleNamespace(hf_assets_path=str(TINY_QWEN3), weights="random"), 64)
     with pytest.raises(UserError, match=r"expert_parallel_degree = 2: a qwen3 has no experts"):
         check_degrees(dense, Parallelism(1, 2))
 
@@ -165,9 +166,14 @@ def test_experts_of_a_rank_that_no_token_chose_get_zero_gradients():
     assert all(weight.grad is not None and not weight.grad.any() for weight in experts.parameters())
 
 
-def test_transformers_reads_the_flavour_that_it_describes():
-    source = resolve_model(SimpleNamespace(name="qwen3_moe", flavor="30B-A3B", hf_assets_path="", weights="random"), 64)
+def test_a_large_one_has_as_many_parameters_as_transformers(tmp_path):
+    sizes = dict(vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32)
+    experts = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
+    config = Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    source = resolve(tmp_path)
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(Qwen3MoeConfig.from_dict(source.hf_config))
+        theirs = AutoModelForCausalLM.from_config(config)
         ours = source.build()
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters()) == 30_532_122_624

@@ -45,7 +45,7 @@ def models(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(folder), weights="hf"), 128)
     with torch.device("meta"):
         model = source.build()
     model.to_empty(device="cpu")

@@ -231,11 +231,6 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
             "[model] hf_assets_path is missing: give the Hugging Face folder with config.json, tokenizer and weights, "
             "or its id on the hub"
         )
-    if config.model.flavor and config.model.implementation == "transformers":
-        yield (
-            f"[model] flavor = {show(config.model.flavor)} is a preset of torchtitan's, and implementation is "
-            '"transformers": leave flavor empty, so that config.json gives the shape, or set implementation = "auto"'
-        )
     if config.model.hf_assets_path.endswith("tokenizer.model"):
         yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that holds it"
     if config.optimizer.name not in ("Adam", "AdamW"):

@@ -30,10 +30,6 @@ TORCHTITAN_TEXTS: dict[str, str] = {
 
 @dataclass
 class Model:
-    name: str = ""
-    """Family of `flavor`, such as `qwen3`. Without `flavor`, config.json names it."""
-    flavor: Annotated[str, Needs("model.name", why='its family, as in "qwen3"')] = ""
-    """Preset shape, such as `0.6B`. Empty: that of config.json."""
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, tokenizer and weights, or its id on the hub: `Qwen/Qwen3-0.6B`, or
     `Qwen/Qwen3-0.6B@main` with a revision. Required."""

@@ -15,6 +15,8 @@ UNSUPPORTED: dict[str, str] = {
     "metrics.disable_color_printing": "log lines have no colours",
     "metrics.save_tb_folder": "TensorBoard files are in the run's folder tb",
     "model.converters": "float8 and MX would change the published weights",
+    "model.name": "the model is that of model.hf_assets_path, by its folder or its id on the hub",
+    "model.flavor": "the shape is that of config.json in model.hf_assets_path",
     "model.tokenizer_path": "the tokenizer is read from model.hf_assets_path",
     "training.dataset": "prompts come from [data]",
     "training.local_batch_size": "use training.tokens_per_microbatch",

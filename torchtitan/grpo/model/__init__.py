@@ -1,12 +1,12 @@
 """The policy network: which one, its weights, its shards, and log-probabilities out of packed rows.
 
     families.py            the table of model families, and what each family's file says (`Family`)
-    qwen3, qwen3_moe, qwen2, llama3   one file per family: model class, arguments, adapter, parallelism, flavours
+    qwen3, qwen3_moe, qwen2, llama3   one file per family: model class, arguments, adapter, parallelism
     transformers.py        the row of every other dense model: transformers' own class (`hf_model.py`)
       same_packed.py       that class on packed rows against itself, document by document
     experts.py             a mixture of experts: router, experts, and experts on several ranks
     tied_embedding.py      the part of a state-dict adapter that all families share
-    hf_config.py           config.json or a flavour -> family and arguments; refuses what would be computed wrongly
+    hf_config.py           config.json -> family and arguments; refuses what would be computed wrongly
     source.py              `ModelSource`: family, arguments, names; loads and exports weights
       weight_files.py      safetensors files of a folder, found and checked
     lora.py                `[lora]`: adapters beside frozen weights; peft_folder.py writes them as `peft` does

@@ -1,8 +1,8 @@
 """The model families that train: one row for each, and what a row's file must say.
 
-`FAMILIES` is the table. Its key is `[model] name` and the file beside this one that holds the family's `FAMILY`. That
-file is imported when the family is used, as torchtitan does with its `TrainSpec`s: this one imports nothing heavy, so
-that configuration and the embedded server can read the table.
+`FAMILIES` is the table. Its key is the file beside this one that holds the family's `FAMILY`. That file is imported
+when the family is used, as torchtitan does with its `TrainSpec`s: this one imports nothing heavy, so that configuration
+and the embedded server can read the table.
 
 A new family is one file and one row. Nothing else asks which family a model is of.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # these take seconds to import
     from torchtitan.grpo.model.tied_embedding import TiedEmbedding
 
 FAMILIES: dict[str, dict[str, str]] = {
-    # [model] name: {architecture in config.json: its model_type}. The first architecture is that of the flavours.
+    # name: {architecture in config.json: its model_type}
     "qwen3": {"Qwen3ForCausalLM": "qwen3"},
     "qwen3_moe": {"Qwen3MoeForCausalLM": "qwen3_moe"},
     "qwen2": {"Qwen2ForCausalLM": "qwen2"},
@@ -49,8 +49,6 @@ class ModelArgs(Protocol):
     hidden_dim: int
     """Width of the feed-forward layer."""
     vocab_size: int
-    norm_eps: float
-    rope_theta: float
     max_seq_len: int
     """Tokens; the length of the RoPE table."""
     enable_weight_tying: bool
@@ -78,31 +76,25 @@ class Family:
             `init_weights`. It either has `final_states` (see `packed.States`), or torchtitan's other parts:
             `rope_cache` (a table with one row per position), `norm`, and blocks that hold an `attention` and take
             (hidden, rope, documents, None). In mixtures of experts each block has a `moe` (see `experts.MoE`).
-        flavors: torchtitan's preset shapes by name.
         args_from_hf: The arguments that transformers' config describes; raises `Unsupported`.
-        rope_to_hf: `rope_parameters` of the config.json that describes the arguments.
         rope_types: The `rope_type`s that `args_from_hf` reads.
         adapter_cls: torchtitan's names to Hugging Face's and back, for partial state dicts too, tied or not
             (see `tied_embedding.TiedEmbedding`).
         apply_tensor_parallel: Shards the parameters of a model on a 1-D mesh, in place. None: it cannot be sharded so.
         apply_compile: Compiles each block by the `[compile]` section, in place.
         kept_operations: The operations whose results selective activation checkpointing may keep.
-        more_to_hf: What config.json has of these arguments beyond `ModelArgs`.
         apply_expert_parallel: Shards the experts on a 1-D mesh, in place. None: a dense model.
         output_name: The output layer's weight. In a tied model it is the embedding's, too.
         of_packed_rows: Fields of the arguments that make torchtitan's attention one of packed rows.
     """
 
     model_cls: "Callable[[Any], nn.Module]"
-    flavors: Mapping[str, ModelArgs]
     args_from_hf: "Callable[[PreTrainedConfig], ModelArgs]"
-    rope_to_hf: Callable[[Any], dict[str, Any]]
     rope_types: tuple[str, ...]
     adapter_cls: "type[TiedEmbedding]"
     apply_tensor_parallel: "Callable[[nn.Module, DeviceMesh], None] | None"
     apply_compile: "Callable[[nn.Module, Compile], None]"
     kept_operations: frozenset[Any]
-    more_to_hf: Callable[[Any], dict[str, Any]] = lambda args: {}
     apply_expert_parallel: "Callable[[nn.Module, DeviceMesh], None] | None" = None
     output_name: str = "output.weight"
     of_packed_rows: Mapping[str, str] = field(

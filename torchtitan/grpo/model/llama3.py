@@ -5,14 +5,13 @@ Mistral without a sliding window computes what Llama does; `hf_config` refuses t
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from torchtitan.grpo.model.families import Family, Unsupported
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.infra import parallelize
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -102,29 +101,9 @@ def args_from_hf(config: PreTrainedConfig) -> LlamaArgs:
     )
 
 
-def rope_to_hf(args: LlamaArgs) -> dict[str, Any]:
-    """`rope_parameters` of config.json."""
-    scaling, theta = args.rope_scaling_args, float(args.rope_theta)
-    if scaling == _UNSCALED_ROPE:
-        return {"rope_type": "default", "rope_theta": theta}
-    return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": scaling.scaling_factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
-
-
 FAMILY = Family(
     model_cls=Llama,
-    flavors={
-        name: LlamaArgs(**vars(args) | {"n_kv_heads": args.n_kv_heads or args.n_heads})
-        for name, args in llama3_args.items()
-    },
     args_from_hf=args_from_hf,
-    rope_to_hf=rope_to_hf,
     rope_types=("default", "llama3"),
     adapter_cls=LlamaAdapter,
     apply_tensor_parallel=functools.partial(

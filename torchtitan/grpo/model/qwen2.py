@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5, dense: torchtitan's Qwen3 without norms of queries and keys, with biases on q, k and v."""
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,26 +53,9 @@ def args_from_hf(config: PreTrainedConfig) -> Qwen3ModelArgs:
     return args
 
 
-def _flavor(dim: int, layers: int, heads: int, kv_heads: int, hidden_dim: int, **more: Any) -> Qwen3ModelArgs:
-    sizes = dict(dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, hidden_dim=hidden_dim)
-    common = dict(head_dim=dim // heads, vocab_size=152064, max_seq_len=32768, rope_theta=1e6, qk_norm=False)
-    return Qwen3ModelArgs(**sizes | common | more)
-
-
-TIED = dict(enable_weight_tying=True, vocab_size=151936)
-
 FAMILY = dataclasses.replace(
     qwen3.FAMILY,
     model_cls=Qwen2Model,
-    flavors={
-        "0.5B": _flavor(896, 24, 14, 2, 4864, **TIED),
-        "1.5B": _flavor(1536, 28, 12, 2, 8960, **TIED),
-        "3B": _flavor(2048, 36, 16, 2, 11008, **TIED),
-        "7B": _flavor(3584, 28, 28, 4, 18944),
-        "14B": _flavor(5120, 48, 40, 8, 13824, norm_eps=1e-5),
-        "32B": _flavor(5120, 64, 40, 8, 27648, norm_eps=1e-5),
-        "72B": _flavor(8192, 80, 64, 8, 29568, norm_eps=1e-5),
-    },
     args_from_hf=args_from_hf,
     adapter_cls=Qwen2Adapter,
     # Without norms of queries and keys a rank's heads need no DTensors: Llama's plan. It cuts biases like outputs.

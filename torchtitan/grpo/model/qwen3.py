@@ -1,13 +1,12 @@
 """Qwen3, dense: torchtitan's model as it is."""
 
 import functools
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from torchtitan.grpo.model.families import Family
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
-from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, qwen3_args
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.models.qwen3.infra import parallelize
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
@@ -33,16 +32,9 @@ def args_from_hf(config: PreTrainedConfig) -> Qwen3ModelArgs:
     )
 
 
-def rope_to_hf(args: Qwen3ModelArgs) -> dict[str, Any]:
-    """`rope_parameters` of config.json."""
-    return {"rope_type": "default", "rope_theta": float(args.rope_theta)}
-
-
 FAMILY = Family(
     model_cls=Qwen3Model,
-    flavors={name: args for name, args in qwen3_args.items() if not args.moe_enabled},
     args_from_hf=args_from_hf,
-    rope_to_hf=rope_to_hf,
     rope_types=("default",),
     adapter_cls=Qwen3Adapter,
     apply_tensor_parallel=functools.partial(

@@ -15,7 +15,7 @@ from torchtitan.grpo.model import qwen3
 from torchtitan.grpo.model.experts import MoE, apply_expert_parallel
 from torchtitan.grpo.model.families import Unsupported
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, qwen3_args
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 
 _STACKED = ".moe.experts."
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -92,18 +92,6 @@ def args_from_hf(config: PreTrainedConfig) -> Qwen3ModelArgs:
     )
 
 
-def more_to_hf(args: Qwen3ModelArgs) -> dict[str, Any]:
-    """The experts' shape as config.json has it."""
-    return {
-        "num_experts": args.moe_args.num_experts,
-        "num_experts_per_tok": args.moe_args.top_k,
-        "moe_intermediate_size": args.moe_inter_dim,
-        "norm_topk_prob": args.moe_args.route_norm,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
 def apply_compile(model: nn.Module, config: Compile) -> None:
     """Each block as one graph. With expert parallelism the host reads numbers of rows, so a block is several."""
     # A replaying router notes whether it agrees. Recomputation need not note it again.
@@ -125,14 +113,8 @@ def apply_compile(model: nn.Module, config: Compile) -> None:
 FAMILY = dataclasses.replace(  # its tensor parallelism is refused by `source.check_degrees`
     qwen3.FAMILY,
     model_cls=Qwen3Moe,
-    flavors={
-        name: dataclasses.replace(args, moe_args=dataclasses.replace(args.moe_args, load_balance_coeff=None))
-        for name, args in qwen3_args.items()
-        if args.moe_enabled
-    },
     args_from_hf=args_from_hf,
     adapter_cls=Qwen3MoeAdapter,
     apply_compile=apply_compile,
-    more_to_hf=more_to_hf,
     apply_expert_parallel=apply_expert_parallel,
 )

@@ -1,4 +1,4 @@
-"""Which model is trained: a Hugging Face folder or a preset shape, and how its weights go in and out.
+"""Which model is trained, and how its weights go in and out.
 
 A folder's `config.json` names the family and the shape, so any size of a supported family trains without an entry
 of its own. Weights are safetensors under Hugging Face's names.
@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
-from torchtitan.grpo.model.families import FAMILIES, MODEL_TYPES, Family, ModelArgs, get_family
+from torchtitan.grpo.model.families import MODEL_TYPES, Family, ModelArgs, get_family
 from torchtitan.grpo.model.finite import bad_weights
-from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder
+from torchtitan.grpo.model.hf_config import from_folder
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
 from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 from torchtitan.grpo.model.replay import route_shape
@@ -42,7 +42,7 @@ class ModelSource:
         model_args: Its arguments; `max_seq_len` is the run's, the length of the RoPE table.
         adapter: State-dict adapter between torchtitan's names and Hugging Face's; takes partial state dicts.
         hf_config: Content of a `config.json` that describes the model to transformers and to servers.
-        folder: `model.hf_assets_path`. A flavour with random weights needs none.
+        folder: `model.hf_assets_path`.
         lora: The adapters that are trained; None: all weights are.
         routes: With routing replay: the shape of a sampler's routes.
         positions: The longest document that the model can read, in tokens.
@@ -93,22 +93,16 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
     """Find the model that `[model]` names.
 
     Args:
-        model_cfg: The `[model]` section. With an empty `flavor`, family and shape are those of `config.json` in
-            `hf_assets_path`. Otherwise they are the preset `flavor` of the family `name`.
+        model_cfg: The `[model]` section. Family and shape are those of `config.json` in `hf_assets_path`.
         seq_len: `[training] seq_len`, the longest document in tokens.
         lora_cfg: The `[lora]` section; None is as `enable = false`.
 
     Raises:
-        UserError: The folder, its config or the flavour is missing, broken or not supported. Or `seq_len` is over
-            the model's maximum, or flavour and folder differ, or the model lacks a layer that `[lora]` names.
+        UserError: The folder or its config is missing, broken or not supported. Or `seq_len` is over the model's
+            maximum, or the model lacks a layer that `[lora]` names.
     """
     folder = Path(model_cfg.hf_assets_path)
-    if model_cfg.flavor == "":
-        name, args, hf_config = from_folder(folder, getattr(model_cfg, "implementation", "auto"))
-    else:
-        name, args, hf_config = from_flavor(model_cfg.name, model_cfg.flavor)
-        if model_cfg.weights == "hf":
-            args, hf_config = agree(name, args, folder, f'[model] flavor = "{model_cfg.flavor}"')
+    name, args, hf_config = from_folder(folder, getattr(model_cfg, "implementation", "auto"))
     if seq_len > args.max_seq_len:
         raise UserError(
             f"[training] seq_len = {seq_len} is over this model's maximum of {args.max_seq_len} tokens: lower seq_len"
@@ -130,11 +124,6 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
 
 def resolve_for_run(config: Any) -> ModelSource:
     """`resolve_model`, and what is refused of `[model]` beside the folder's files."""
-    if not config.model.flavor and config.model.name not in ("", *FAMILIES):
-        raise UserError(
-            f'[model] name = "{config.model.name}" is no family of flavors ({", ".join(FAMILIES)}): leave it out, and '
-            "name the model in hf_assets_path, by its folder or its id on the hub"
-        )
     source = resolve_model(config.model, config.training.seq_len, config.lora)
     if source.folder.resolve() == Path(config.job.dump_folder).resolve():
         raise UserError(
@@ -300,7 +289,7 @@ def write_hf_config(source: ModelSource, tokenizer: PreTrainedTokenizerBase, fol
     """Write config.json, generation_config.json (if the model's folder has one) and the tokenizer into `folder`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # A flavour has no token ids, and transformers would use its own defaults.
+    # A file may have no token ids, and transformers would use its own defaults.
     ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = ids | source.hf_config
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -27,8 +27,6 @@ class TransformersArgs:
     head_dim: int
     hidden_dim: int
     vocab_size: int
-    norm_eps: float
-    rope_theta: float
     max_seq_len: int
     enable_weight_tying: bool
     config: PreTrainedConfig
@@ -73,7 +71,6 @@ def args_from_hf(config: PreTrainedConfig) -> TransformersArgs:
     """
     uses = block_uses(config)
     heads, values = config.num_attention_heads, config.to_dict()
-    rope = values.get("rope_parameters") or {}  # of each kind of layer in some configs
     sizes = {"n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "hidden_dim": "intermediate_size"}
     given = {name: _largest(values.get(key)) for name, key in sizes.items()}
     return TransformersArgs(
@@ -84,8 +81,6 @@ def args_from_hf(config: PreTrainedConfig) -> TransformersArgs:
         head_dim=given["head_dim"] or config.hidden_size // heads,
         hidden_dim=given["hidden_dim"] or 4 * config.hidden_size,
         vocab_size=config.vocab_size,
-        norm_eps=float(values.get("rms_norm_eps") or values.get("layer_norm_eps") or 0.0),
-        rope_theta=float(rope.get("rope_theta") or 0.0),
         max_seq_len=_longest(config, values),
         enable_weight_tying=bool(config.tie_word_embeddings),
         config=config,
@@ -123,9 +118,7 @@ def apply_compile(model: nn.Module, compile_config: Any) -> None:
 
 FAMILY = Family(
     model_cls=_build,
-    flavors={},
     args_from_hf=args_from_hf,
-    rope_to_hf=lambda args: args.config.rope_parameters,
     rope_types=(),
     adapter_cls=cast(Any, HfNames),
     apply_tensor_parallel=None,

@@ -84,7 +84,7 @@ def page(run: Run) -> str:
 def _header(run: Run, title: str) -> str:
     values = run.values
     facts = [
-        Path(re.sub("@[0-9a-f]{40}$", "", values.get("model.hf_assets_path", ""))).name or values.get("model.flavor"),
+        Path(re.sub("@[0-9a-f]{40}$", "", values.get("model.hf_assets_path", ""))).name,
         values.get("rollout.engine"),
         f"{values['grpo.prompts_per_step']} x {values['grpo.group_size']} answers a step" if values else None,
         "async" if values.get("async_grpo.enabled") else "sync" if values else None,
