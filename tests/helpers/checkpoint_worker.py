@@ -61,9 +61,9 @@ TINY = dict(
 
 
 def checkpoint_section(**changes) -> SimpleNamespace:
-    keys = dict(enable=True, folder="checkpoint", interval=2, keep_latest_k=2, export_dtype="float32", load_step=-1)
+    keys = dict(enable=True, folder="checkpoint", interval=2, keep_latest_k=2, load_step=-1)
     return SimpleNamespace(
-        **keys | {"resume": False, "export_hf": False, "keep_best": "", "async_mode": "disabled"} | changes
+        **keys | {"resume": False, "export_dtype": "none", "keep_best": "", "async_mode": "disabled"} | changes
     )
 
 
@@ -181,7 +181,7 @@ def slow_disk() -> Iterator[threading.Event]:
 
 def train(dump: Path, out: str, steps: int, resume: bool, in_thread: bool) -> None:
     mode = "async" if in_thread else "disabled"
-    trainer = TinyTrainer(dump, resume=resume, async_mode=mode, export_hf=True)
+    trainer = TinyTrainer(dump, resume=resume, async_mode=mode, export_dtype="float32")
     loaded = trainer.checkpointer.load_latest()
     digests = {loaded: trainer.digest()}
     with slow_disk() as may_write:
@@ -231,7 +231,7 @@ def fail_in_save(dump: Path, out: str) -> None:
     rank is late for a stage, and in the save of step 4 it raises while the model is gathered. Each rank writes what it
     learned each time, and after how long.
     """
-    trainer = TinyTrainer(dump, export_hf=True)
+    trainer = TinyTrainer(dump, export_dtype="float32")
     rank = dist.get_rank()
     last_rank = rank == dist.get_world_size() - 1
     learned = []

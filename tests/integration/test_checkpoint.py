@@ -66,7 +66,7 @@ def contents(dump: Path, step: int) -> dict[str, str]:
 def test_a_checkpoint_written_in_the_background_is_that_of_its_step(tmp_path, monkeypatch):
     """Steps that are trained before it is written change nothing in it, nor in themselves. It has several files."""
     monkeypatch.setattr(parallel_writer, "FILE_BYTES", 64 << 10)
-    keys = dict(reference=True, export_hf=True)
+    keys = dict(reference=True, export_dtype="float32")
     straight = TinyTrainer(tmp_path / "sync", **keys)
     behind = TinyTrainer(tmp_path / "async", async_mode="async_with_pinned_mem", **keys)
     behind.checkpointer.cfg.keep_latest_k = straight.checkpointer.cfg.keep_latest_k = 0
@@ -197,7 +197,7 @@ def test_everything_is_on_the_disk_before_a_checkpoint_gets_its_name(tmp_path, m
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)
-    saved_at(tmp_path, 1, export_hf=True)
+    saved_at(tmp_path, 1, export_dtype="float32")
     folder = tmp_path / "checkpoint"
     unfinished = folder / "step-1.tmp"
     files = [unfinished / path.relative_to(folder / "step-1") for path in (folder / "step-1").rglob("*")]
@@ -301,7 +301,7 @@ def test_the_reference_model_is_part_of_the_checkpoint(tmp_path):
 
 
 def test_the_export_beside_a_checkpoint_is_its_model(tmp_path):
-    trainer = saved_at(tmp_path, 2, export_hf=True, export_dtype="bfloat16")
+    trainer = saved_at(tmp_path, 2, export_dtype="bfloat16")
     folder = tmp_path / "checkpoint" / "step-2" / "hf"
     exported = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(exported.lm_head.weight, trainer.model.output.weight.bfloat16())

@@ -56,7 +56,7 @@ UNREAD = [
 def dump(tmp_path_factory) -> Path:
     """A run with whole checkpoints of steps 1 and 2."""
     dump = tmp_path_factory.mktemp("run")
-    trainer = saved_at(dump, 1, export_hf=True)
+    trainer = saved_at(dump, 1, export_dtype="float32")
     trainer.train_step()
     trainer.checkpointer.validated(2, {"validation/greedy_reward": 1.0})
     trainer.checkpointer.save(2)
@@ -184,7 +184,7 @@ def test_a_torn_checkpoint_does_not_count_among_those_kept(tmp_path):
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory) -> TinyTrainer:
-    return saved_at(tmp_path_factory.mktemp("failing"), 1, export_hf=True)
+    return saved_at(tmp_path_factory.mktemp("failing"), 1, export_dtype="float32")
 
 
 def fails_then_succeeds(
@@ -278,7 +278,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 @pytest.mark.parametrize(("part", "file"), [("dcp", "dcp/__0_0.distcp"), ("hf", "hf/model.safetensors")])
 def test_a_disk_that_fills_up_and_has_room_again(small_disk, part, file, caplog):
     """It is full in the middle of a large file."""
-    trainer = saved_at(small_disk / "run", 1, export_hf=True)
+    trainer = saved_at(small_disk / "run", 1, export_dtype="float32")
     disk, ballast = os.statvfs(small_disk), small_disk / "ballast"
     sizes = read_marker(trainer.checkpointer.folder / "step-1").files
     pages = {name: -(-size // disk.f_frsize) for name, size in sizes.items()}
@@ -289,7 +289,7 @@ def test_a_disk_that_fills_up_and_has_room_again(small_disk, part, file, caplog)
 
 
 def test_a_full_disk_in_the_background_is_said_at_the_next_step(tmp_path, monkeypatch, caplog):
-    trainer = saved_at(tmp_path, 1, async_mode="async", export_hf=True)
+    trainer = saved_at(tmp_path, 1, async_mode="async", export_dtype="float32")
     checkpointer = trainer.checkpointer
     checkpointer.finish()
     clear = Writer._clear
@@ -346,7 +346,7 @@ def test_a_run_goes_on_after_a_failed_save_and_the_last_one_must_succeed(tmp_pat
     for obstacle in obstacles:
         obstacle.write_text("a file, where a save makes a folder")
     flags: dict[str, str | None] = {"--training.steps": "4", "--checkpoint.interval": "1", "--sft.steps": "0"}
-    flags |= {"--rollout.urls": embedded_url(), "--validation.no-enable": None, "--checkpoint.no-export_hf": None}
+    flags |= {"--rollout.urls": embedded_url(), "--validation.no-enable": None, "--checkpoint.export_dtype": "none"}
     status, said = attempt(tmp_path / "run", flags)
     assert status != 0
     assert f"checkpoint: clearing {obstacles[0]} failed on rank 0: FileExistsError" in said

@@ -28,7 +28,7 @@ FLAGS: dict[str, str | None] = {
     "--sft.steps": "1",
     "--checkpoint.interval": "1",
     "--checkpoint.keep_latest_k": "0",
-    "--checkpoint.no-export_hf": None,
+    "--checkpoint.export_dtype": "none",
     "--checkpoint.resume": "auto",
     "--validation.no-enable": None,
 }

@@ -229,7 +229,7 @@ def test_steps_without_a_finite_gradient_are_left_out_and_end_the_run_on_every_r
     (tmp_path / "huge_rewards.py").write_text("def huge(answer, prompt):\n    return 1e36 * len(answer)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags: dict[str, str | None] = {"--reward.functions": "huge_rewards:huge", "--validation.no-enable": None}
-    flags |= {"--checkpoint.interval": "2", "--checkpoint.no-export_hf": None, "--sft.steps": "1"}
+    flags |= {"--checkpoint.interval": "2", "--checkpoint.export_dtype": "none", "--sft.steps": "1"}
     flags |= {"--rollout.urls": embedded_url(), "--training.steps": "9"}
     status, said = attempt(tmp_path / "run", flags, ranks=2)
     assert status == 2 and "in 5 optimizer steps in a row" in said, said[-4000:]

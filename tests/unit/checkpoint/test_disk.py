@@ -49,7 +49,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_with_both_sizes(tmp_p
     message = str(refused.value)
     needed, said_free = (int(part.split(" bytes")[0]) for part in message.split("(")[1:])
     assert needed == pytest.approx(2 * free, rel=0.01) and said_free == pytest.approx(free, rel=0.1)
-    assert str(tmp_path / "run" / "checkpoint") in message and "another disk" in message and "export_hf" in message
+    assert str(tmp_path / "run" / "checkpoint") in message and "another disk" in message and "export_dtype" in message
     assert torch.equal(torch.get_rng_state(), random), "the ranks that do not check must draw the same weights"
     check_disk(*a_run(tmp_path, 2 * free, "--checkpoint.no-enable"))
 

@@ -204,8 +204,8 @@ BAD_TOML = {
         "stands alone",
     ),
     "merge without export": (
-        LORA + "merge = true\n[checkpoint]\nexport_hf = false",
-        "[lora] merge = true is read with [checkpoint] export_hf = true only",
+        LORA + "merge = true\n[checkpoint]\nexport_dtype = 'none'",
+        "[lora] merge = true is read with [checkpoint] export_dtype",
     ),
     "merge in the background": (
         LORA + "merge = true\n[checkpoint]\nasync_mode = 'async'",

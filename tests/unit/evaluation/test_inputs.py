@@ -33,7 +33,7 @@ def config_of(*flags, engine="embedded", urls=(), **more):
 def test_a_model_is_a_checkpoint_with_an_export_or_a_hugging_face_folder(tmp_path):
     assert model_folder(TINY_QWEN3) == TINY_QWEN3
     (tmp_path / "step-3" / "hf").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"step-3 is no Hugging Face folder.*\[checkpoint\] export_hf"):
+    with pytest.raises(UserError, match=r"step-3 is no Hugging Face folder.*\[checkpoint\] export_dtype"):
         model_folder(tmp_path / "step-3")
     (tmp_path / "step-3" / "hf" / "config.json").write_text("{}")
     assert model_folder(tmp_path / "step-3") == tmp_path / "step-3" / "hf"

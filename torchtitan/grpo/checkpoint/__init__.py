@@ -9,7 +9,7 @@ There is one folder per checkpoint under `[job] dump_folder`/`[checkpoint] folde
       rollouts.msgpack  its part that is bytes: data position, counters, complete groups that wait for their step
       run_config.json   every key of the configuration
       validation.json   the metrics of the validation after this step, if there was one
-      hf/               Hugging Face folder for inference (`[checkpoint] export_hf`)
+      hf/               Hugging Face folder for inference (`[checkpoint] export_dtype`)
       adapter/          with `[lora]` in its place: a folder for `peft`; hf/ too with `[lora] merge`
       complete.json     the marker: what the checkpoint is, and size and checksum of every file; written last
 

@@ -30,7 +30,7 @@ def checkpoint_bytes(config: JobConfig, parameters: int, trained: int) -> int:
     """
     held, checkpoint, lora = TORCH_DTYPE_MAP[config.training.dtype].itemsize, config.checkpoint, config.lora
     exported = trained + parameters * lora.merge if lora.enable else parameters
-    export = exported * TORCH_DTYPE_MAP[checkpoint.export_dtype].itemsize if checkpoint.export_hf else 0
+    export = exported * TORCH_DTYPE_MAP[checkpoint.export_dtype].itemsize if checkpoint.export_dtype != "none" else 0
     reference = parameters * held if config.grpo.kl_coef and not lora.enable else 0
     return trained * 3 * held + reference + export
 
@@ -51,7 +51,8 @@ def disk_lines(config: JobConfig, parameters: int, trained: int, here: bool = Tr
         return []
     each, at_once = checkpoint_bytes(config, parameters, trained), most_at_once(config)
     parts = ("adapters" if lora.enable else "weights") + ", AdamW state"
-    parts += ", reference" * bool(config.grpo.kl_coef and not lora.enable) + ", export" * checkpoint.export_hf
+    parts += ", reference" * bool(config.grpo.kl_coef and not lora.enable)
+    parts += ", export" * (checkpoint.export_dtype != "none")
     parts += ", merged model" * lora.merge
     lines = [
         f"disk for checkpoints, in {config.job.dump_folder}",
@@ -88,7 +89,7 @@ def check_disk(config: JobConfig, source: "ModelSource") -> None:
     layers = list(model.layers.children())
     each = checkpoint_bytes(config, parameters, len(layers) * adapter_parameters(source.lora, layers[0]) or parameters)
     if free < each:
-        less = ", or set [checkpoint] export_hf = false" if checkpoint.export_hf else ""
+        less = ', or set [checkpoint] export_dtype = "none"' if checkpoint.export_dtype != "none" else ""
         raise UserError(
             f"[job] dump_folder: a checkpoint takes {mib(each)} ({each} bytes), and {mib(free)} ({free} bytes) are "
             f"free for it in {folder}, so nothing could be saved: make room, choose a folder on another disk{less}"

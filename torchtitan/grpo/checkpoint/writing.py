@@ -50,7 +50,7 @@ class Writer:
     """Writes one checkpoint at a time: its files under another name, then the marker; one rename completes it.
 
     Args:
-        checkpoint_cfg: The `[checkpoint]` section. `export_hf` and `export_dtype` are read.
+        checkpoint_cfg: The `[checkpoint]` section. `export_dtype` is read.
         model: It is gathered for the export, unless what was taken is on the host.
         source, tokenizer, merge: See `Checkpointer`.
         host_copy: It holds what was taken with `Taken.on_host`. None: nothing is.
@@ -75,7 +75,7 @@ class Writer:
         self._model, self._source, self._tokenizer = model, source, tokenizer
         self._copy, self._device = host_copy, device
         kinds = {"adapter": source.lora is not None, "hf": source.lora is None or merge}
-        self.exports = [name for name, is_due in kinds.items() if is_due and checkpoint_cfg.export_hf]
+        self.exports = [name for name, is_due in kinds.items() if is_due and checkpoint_cfg.export_dtype != "none"]
 
     def write(self, taken: Taken, path: Path) -> None:
         """Write what was taken to the folder `path`, in place of what is there. Collective.

@@ -192,7 +192,7 @@ def _check_lora(config: JobConfig) -> Iterator[str]:
         yield f'[lora] target_modules = {show(lora.target_modules)} must name layers, each once, as in ["all-linear"]'
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
         yield f'[lora] target_modules = {show(lora.target_modules)}: "all-linear" names all layers, so it stands alone'
-    exports = checkpoint.enable and checkpoint.export_hf
+    exports = checkpoint.enable and checkpoint.export_dtype != "none"
     if lora.merge and checkpoint.async_mode != "disabled":
         yield (
             f"[lora] merge = true with [checkpoint] async_mode = {show(checkpoint.async_mode)}: the thread that writes "
@@ -201,7 +201,7 @@ def _check_lora(config: JobConfig) -> Iterator[str]:
     if config.model.weights == "random" and exports and not lora.merge:
         yield (
             '[model] weights = "random" with [lora] would export adapters of weights that are saved nowhere: set '
-            "[lora] merge = true, or [checkpoint] export_hf = false"
+            '[lora] merge = true, or [checkpoint] export_dtype = "none"'
         )
 
 

@@ -8,6 +8,7 @@ from torchtitan.grpo.sources.table import SOURCES
 
 _MIN_P = "use [validation] top_p, or one of the set's own; [rollout] min_p is for training too"
 GONE = {
+    "checkpoint.export_hf": 'for no export write [checkpoint] export_dtype = "none"; else leave it out',
     "data.arithmetic_max": "write [data] source_args = { max = 39 }",
     "data.arithmetic_operators": 'write [data] source_args = { operators = ["+"] }',
     "data.arithmetic_question": 'write [data] source_args = { question = "{left}{operator}{right}=" }',

@@ -351,7 +351,7 @@ class Lora:
         bool,
         Needs("lora.enable"),
         Needs("checkpoint.enable"),
-        Needs("checkpoint.export_hf", why="the merged model is an export"),
+        Needs("checkpoint.export_dtype", "float32", "float16", "bfloat16", why="the merged model is an export"),
     ] = False
     """Also export the whole model as `step-N/hf`, with adapters merged in float32."""
 

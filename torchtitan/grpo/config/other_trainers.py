@@ -89,7 +89,7 @@ TRL = {
     "optim": "optimizer.name",
     "output_dir": "job.dump_folder",
     "per_device_train_batch_size": _IN_GROUPS,
-    "push_to_hub": ": checkpoints hold a Hugging Face folder, see [checkpoint] export_hf",
+    "push_to_hub": ": checkpoints hold a Hugging Face folder, see [checkpoint] export_dtype",
     "report_to": _LOGGED,
     "resume_from_checkpoint": "checkpoint.resume",
     "reward_funcs": "reward.functions",

@@ -19,7 +19,6 @@ TORCHTITAN_TEXTS: dict[str, str] = {
     "training.mixed_precision_param": "Type of weights and activations in forward and backward passes.",
     "parallelism.data_parallel_shard_degree": "Ranks that shard weights, gradients and optimizer state (FSDP2). "
     "-1: all that the other degrees leave.",
-    "checkpoint.export_dtype": "Type of exported weights.",
     "compile.enable": "Compile the model's blocks. CUDA only.",
     "validation.enable": "Measure pass rates on held-out prompts during the run.",
     "debug.deterministic": "Use deterministic algorithms, which may be slower.",
@@ -144,8 +143,9 @@ class Checkpoint:
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints in the background, from a copy in host memory. Training waits for `async`'s copy, not for that
     of `async_with_pinned_mem`."""
-    export_hf: bool = True
-    """Export a Hugging Face folder in every checkpoint: `step-N/hf`, or with `[lora]` `step-N/adapter`, for `peft`."""
+    export_dtype: Literal["float32", "float16", "bfloat16", "none"] = "float32"
+    """Type of the weights in the Hugging Face folder of every checkpoint: `step-N/hf`, or with `[lora]`
+    `step-N/adapter`, for `peft`. `none`: no such folder."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ UNSUPPORTED: dict[str, str] = {
     "parallelism.context_parallel_load_balancer": "attention is split by heads, and no keys travel in a ring",
     "parallelism.context_parallel_rotate_method": "attention is split by heads, and no keys travel in a ring",
     "checkpoint.initial_load_": "use model.hf_assets_path, or checkpoint.resume",
-    "checkpoint.last_save_": "every checkpoint is complete; see checkpoint.export_hf",
+    "checkpoint.last_save_": "every checkpoint is complete; see checkpoint.export_dtype",
     "checkpoint.create_seed_checkpoint": 'use model.weights = "random" and debug.seed',
     "activation_checkpoint.memory_budget": "use activation_checkpoint.mode",
     "quantize": "float8 and MX would change the published weights",

@@ -163,7 +163,7 @@ def model_folder(path: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
     what = adapters_alone(path) or (
-        "give a checkpoint of a run with [checkpoint] export_hf, or a folder with config.json, weights and tokenizer"
+        "give a checkpoint of a run with [checkpoint] export_dtype, or a folder with config.json, weights and tokenizer"
     )
     raise UserError(f"{path} is no Hugging Face folder, and holds none as hf/: {what}")
 
