@@ -87,7 +87,7 @@ class Harness:
         transport = "disk" if engine == "sglang" and lora else "gloo"
         settings = SyncConfig(timeout_seconds=60.0, async_weight_update=in_flight, transport=transport)
         self.sync = WeightSync(published_weights(self.model, self.source, torch.float32), settings, self.fleet, CPU)
-        self.layout = Layout(1 << 14, 1, 1, float("inf"), True)
+        self.layout = Layout(1 << 14, 1, 1, float("inf"))
         trainer: Any = SimpleNamespace(
             config=config,
             ending=SimpleNamespace(trained=0),

@@ -66,7 +66,7 @@ def ours(setup: Setup) -> Contender:
         )
     row_tokens = config.training.tokens_per_microbatch
     multiple = row_tokens if config.compile.enable else setup.dims.tp * setup.dims.cp
-    (packed,) = pack(samples, row_tokens, 1, multiple, share_prompts=config.training.share_prompts)
+    (packed,) = pack(samples, row_tokens, 1, multiple)
     lengths, shared = ([n for row in packed for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))
     rows = [Microbatch.of(row, setup.device) for row in packed]
     if len(rows) > work.microbatches:

@@ -14,7 +14,7 @@ from torchtitan.grpo.reporting.step_metrics import answer_metrics
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.run.packed import Counted, Packed
 
-LAYOUT = Layout(row_tokens=64, ranks=2, multiple=8, attention_tokens=1000.0, share_prompts=True)
+LAYOUT = Layout(row_tokens=64, ranks=2, multiple=8, attention_tokens=1000.0)
 VERSION = 3
 
 

@@ -34,6 +34,7 @@ GONE = {
     '["--max-sequences", "1024"]',
     "rollout.episode_lease_seconds": "a quarter of [rollout] group_timeout_seconds is the limit",
     "rollout.server_python": "set the environment variable VLLM_PYTHON or SGLANG_PYTHON",
+    "training.share_prompts": "a row has a group's prompt once, which no result shows; leave it out",
     "validation.min_p": _MIN_P,
     "validation.sets.min_p": _MIN_P,
     "weight_sync.bucket_mib_max": "set [weight_sync] buffer_memory_ratio: two buckets share it, of a GiB each at most",

@@ -75,8 +75,6 @@ class Training:
     """Steps, each on a batch of rollouts, or in `sft_train.py` of `sft.batch_size` rows."""
     tokens_per_microbatch: Annotated[int, Range(at_least=0)] = 0
     """Tokens of one packed forward and backward pass on a data-parallel rank. 0: `seq_len`."""
-    share_prompts: bool = True
-    """Compute a prompt once for its answers that are in one row."""
     kept_logits_mib: Annotated[int, Range(at_least=0)] = 2048
     """MiB of logits kept for the backward pass; the rest are recomputed. 16k answer tokens of Qwen3 take 9.3 GiB, half
     with `logits_dtype = "model"`."""

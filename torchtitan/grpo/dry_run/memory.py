@@ -363,9 +363,9 @@ class _Rank:
 
 
 def _document_copies(config: JobConfig, job: Job) -> float:
-    """Tokens of a row's whole documents over its own, with `[training] share_prompts`: if a row has whole groups, the
-    longest prompts, and answers of a quarter of their longest length. Rows of supervised training rarely share any."""
-    if job == "sft" or not config.training.share_prompts:
+    """Tokens of a row's whole documents over its own, which has a prompt once: if a row has whole groups, the longest
+    prompts, and answers of a quarter of their longest length. Rows of supervised training rarely share any."""
+    if job == "sft":
         return 1.0
     group, prompt, answer = config.grpo.group_size, config.data.max_prompt_tokens, config.rollout.max_answer_tokens / 4
     return min(MOST_COPIES, group * (prompt + answer) / (prompt + group * answer))

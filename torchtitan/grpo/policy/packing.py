@@ -44,7 +44,7 @@ def pack(
         pad_multiple: Rows are padded to a multiple of this; the budget itself gives rows of one fixed length.
         attention_tokens: The position from which a token's attention costs more than its linear layers, from
             `model.packed.attention_tokens`; infinity balances tokens.
-        share_prompts: `[training] share_prompts`. False gives every document its own prompt.
+        share_prompts: False gives every document its own prompt.
 
     Raises:
         UserError: a sample exceeds the budget, or the budget is not a multiple of `pad_multiple`.
@@ -76,7 +76,7 @@ class Layout:
     ranks: int
     multiple: int
     attention_tokens: float
-    share_prompts: bool
+    share_prompts: bool = True
 
     def pack(self, samples: list[PackedSample]) -> list[list[PackedRow]]:
         return pack(samples, self.row_tokens, self.ranks, self.multiple, self.attention_tokens, self.share_prompts)

@@ -232,7 +232,6 @@ class Run:
             self.data_ranks,
             longest if config.compile.enable else self.dims.tp * self.dims.cp,
             policy.attention_tokens,
-            config.training.share_prompts,
         )
         self.checkpointer = Checkpointer(
             config.checkpoint,
