@@ -632,8 +632,7 @@ def test_snapshots_are_counted(monkeypatch):
         config = read(TINY, 2, 64, 2, *flags, monkeypatch=monkeypatch)
         return memory_bytes(config, 2).moments["optimizer step"]["snapshots"]
 
-    background = "--weight_sync.async_weight_update"
-    assert taken(background) == 2 * taken(background, "--weight_sync.num_snapshots", "1") == 2 * taken()
+    assert taken("--weight_sync.async_weight_update") == 2 * taken() > 0
 
 
 @pytest.mark.parametrize(

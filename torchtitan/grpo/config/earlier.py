@@ -39,6 +39,7 @@ GONE = {
     "validation.sets.min_p": _MIN_P,
     "weight_sync.bucket_mib_max": "set [weight_sync] buffer_memory_ratio: two buckets share it, of a GiB each at most",
     "weight_sync.cadence": "leave it out: each version is sent, or the newest that is waiting",
+    "weight_sync.num_snapshots": "leave it out: there are two with async_weight_update, and one without",
     "weight_sync.num_buffers": "leave it out: two buckets are in flight",
 }
 """Keys of earlier versions, and what to do instead."""

@@ -322,12 +322,10 @@ class WeightSync:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of published weights. `auto` is the servers' own: bfloat16 on CUDA, float32 on CPU."""
     async_weight_update: bool = False
-    """Send weights in the background (docs/weight_sync.md). False waits in each step for every server."""
+    """Send weights in the background, from one more copy of a rank's shards (docs/weight_sync.md). False waits in each
+    step for every server."""
     straggler_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1.0
     """How long one server may delay the others in a push. Then it leaves traffic, and catches up alone."""
-    num_snapshots: Annotated[int, Range(at_least=1, at_most=2)] = 2
-    """With `async_weight_update`, copies of a rank's shards, of 2 bytes a parameter in bfloat16. With 1, a publish
-    waits while a version is being sent."""
     buffer_memory_ratio: Annotated[float, Range(above=0, at_most=1)] = 0.05
     """Share of device memory for the two buckets in flight, of a GiB each at most; a larger tensor gets one of its own.
     With several trainer ranks, rank 0 gathers into one more."""

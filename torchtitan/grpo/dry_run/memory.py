@@ -202,7 +202,7 @@ class _Rank:
         if not self.publishes:
             return parts
         return parts | {
-            "snapshots": self.trained_here * sent * (sync.num_snapshots if sync.async_weight_update else 1),
+            "snapshots": self.trained_here * sent * (2 if sync.async_weight_update else 1),
             "buckets, at most": min(_bucket_share(self.config, self.target), self.published * sent),
         }
 

@@ -70,8 +70,8 @@ class WeightSync:
 
     A thread on each rank gathers, packs and sends a version while the next step trains. If more versions are published
     meanwhile, the newest wins and those in between are never sent (I5). A server serves a version only after all of its
-    bytes have arrived and were acknowledged (I3). With `[weight_sync] async_weight_update` and two snapshots, main
-    threads never wait for a server, a transfer or another rank (I1).
+    bytes have arrived and were acknowledged (I3). With `[weight_sync] async_weight_update` main threads never wait for a
+    server, a transfer or another rank (I1).
 
     Args:
         published: What the servers get.
@@ -126,7 +126,7 @@ class WeightSync:
             self._limit,
             NUM_BUFFERS,
             config.verify,
-            snapshots=config.num_snapshots if config.async_weight_update else 1,
+            snapshots=2 if config.async_weight_update else 1,
             **({"allocate": allocate} if self._transport.shares_memory else {}),
         )
         self._warn_of_large_tensors()
@@ -143,7 +143,7 @@ class WeightSync:
     def publish(self, version: int, wait: bool = False) -> None:
         """Give the servers the weights as they are now. `version` is greater than any before.
 
-        Returns at once (I1). With `num_snapshots = 1` it first waits while a version is being sent.
+        Returns at once (I1).
 
         With `wait`, or without `[weight_sync] async_weight_update`, rank 0 returns when every server in the push has
         acknowledged this version and is resumed, or has been withdrawn. The other ranks return when rank 0 has their
