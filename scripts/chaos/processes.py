@@ -18,10 +18,11 @@ from process_group import ProcessGroup, free_port, wait_for
 from chaos import ROOT
 from chaos.aimed import Aim, name_process, named_process
 from tests.helpers.ranks import Ranks
-from tests.helpers.servers import plugin_path
+from tests.helpers.servers import command_of, plugin_path
 from tests.helpers.trainer_runs import environment
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.reporting.step_lines import read_lines
 
 Flags = dict[str, str | None]
 """Keys and values of grpo_train.py's command line; None is a switch."""
@@ -151,7 +152,7 @@ class Trainer:
 
     def _stuck(self, limit_s: float) -> str:
         """What is left of it after its time, its fault, and where each thread of each process was. It ends them."""
-        left = {pid: _command(pid) for pid in self.left()}
+        left = {pid: command_of(pid).replace("\0", " ")[:200] or "gone" for pid in self.left()}
         said = self.log
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -276,20 +277,9 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
-    except OSError:
-        return "gone"
-
-
 def metric_lines(folder: Path) -> list[dict]:
     """The complete lines of a run's metrics.jsonl that belong to steps of training."""
-    try:
-        text = (folder / "metrics.jsonl").read_text()
-    except FileNotFoundError:
-        return []
-    return steps_of(text.split("\n")[:-1])
+    return [line for line in read_lines(folder / "metrics.jsonl") if line.get("step", 0) > 0]
 
 
 def last_step(folder: Path) -> int:

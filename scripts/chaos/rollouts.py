@@ -24,6 +24,7 @@ from chaos.resume import ASYNC
 from chaos.resume import FLAGS as RESUMED
 from chaos.same_run import check_checkpoints, check_ledger, check_metrics
 from chaos.watch import Watch
+from tests.helpers.servers import parent_of
 from torchtitan.grpo.rollouts.record import read_step, recorded_steps
 
 INTERVAL = 5
@@ -229,12 +230,4 @@ def padded(route: str, request: bytes, reply: Reply) -> Reply:
 
 def orphans(trainer: Trainer) -> list[int]:
     """Processes of the run whose parent has ended."""
-    found = []
-    for pid in marked(trainer.mark):
-        try:
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent == 1:
-                found.append(pid)
-        except OSError:  # it ended just now
-            continue
-    return found
+    return [pid for pid in marked(trainer.mark) if parent_of(pid) == 1]

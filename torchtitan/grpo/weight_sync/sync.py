@@ -70,8 +70,8 @@ class WeightSync:
 
     A thread on each rank gathers, packs and sends a version while the next step trains. If more versions are published
     meanwhile, the newest wins and those in between are never sent (I5). A server serves a version only after all of its
-    bytes have arrived and were acknowledged (I3). With `[weight_sync] async_weight_update` main threads never wait for a
-    server, a transfer or another rank (I1).
+    bytes have arrived and were acknowledged (I3). With `[weight_sync] async_weight_update`, main threads never wait for
+    a server, a transfer or another rank (I1).
 
     Args:
         published: What the servers get.
