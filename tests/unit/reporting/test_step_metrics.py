@@ -10,8 +10,9 @@ from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.reporting.step_metrics import (
+    answer_metrics,
+    described,
     policy_metrics,
-    rollout_metrics,
     server_metrics,
     sync_metrics,
     validation_metrics,
@@ -31,6 +32,10 @@ def unscored(tokens: int) -> Sample:
         PROMPT, [5] * tokens, [-0.5] * tokens, [0] * tokens, "stop",
         rewards={"exact_match": 0.0}, reward_failures=failures,
     )  # fmt: skip
+
+
+def rollout_metrics(groups, rewards, version: int, max_age: int) -> dict[str, float]:
+    return answer_metrics(described(groups, version), rewards, max_age)
 
 
 def test_rollout_metrics_of_two_groups():

@@ -30,7 +30,7 @@ from torchtitan.grpo.policy.losses import policy_loss
 from torchtitan.grpo.policy.sums import mismatch_sums
 from torchtitan.grpo.reporting.console import FIELDS
 from torchtitan.grpo.reporting.sample_log import SampleLog, given_text
-from torchtitan.grpo.reporting.step_metrics import policy_metrics, rollout_metrics, validation_metrics
+from torchtitan.grpo.reporting.step_metrics import answer_metrics, described, policy_metrics, validation_metrics
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
@@ -411,7 +411,8 @@ def test_metrics_are_documented():
     taught.teacher_logprobs = [-1.0] * len(taught.token_ids)
     names = {name for _, name, *_ in FIELDS} | Teachers({}, 1.0).metrics().keys() | {"distill/teacher_s"}
     answers = HeldOutAnswers(HeldOut("", [], 2, 1.0, 8), groups * 2, groups * 2)
-    names |= set(rollout_metrics(groups, [[0.0, 1.0]], 0, 0)) | set(validation_metrics([answers], config_of().reward))
+    names |= set(answer_metrics(described(groups, 0), [[0.0, 1.0]], 0))
+    names |= set(validation_metrics([answers], config_of().reward))
     per_token = torch.zeros(2)
     optional = {"importance": per_token, "reference_logprobs": per_token, "entropy": per_token}
     sample_ids = torch.zeros(2, dtype=torch.int64)

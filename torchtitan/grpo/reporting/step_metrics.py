@@ -26,20 +26,13 @@ Answers = tuple[list[tuple[int, int]], list[dict[str, Any]]]
 MEAN_REWARDS = ("greedy_reward", "sampled_reward")
 
 
-def rollout_metrics(
-    groups: list[Group], rewards: Sequence[Sequence[float | None]], version: int, max_age: int
-) -> dict[str, float]:
-    """`answer_metrics` of these groups.
-
-    Args:
-        version: Version of the weights that train on the groups. A token's age is how many versions older it is.
-    """
-    return answer_metrics(described(groups, version), rewards, max_age)
-
-
 def described(groups: list[Group], version: int) -> list[Answers]:
     """What `answer_metrics` asks of the answers, by group, as values that another process may get: how many tokens are
-    how old, and what `_described` says of each answer."""
+    how old, and what `_described` says of each answer.
+
+    Args:
+        version: Of the weights that train on the groups. A token's age is how many versions older it is.
+    """
     result = []
     for group in filter(None, groups):  # not each sample: `unique` takes long to begin
         versions = np.concatenate([as_array(sample.sampled_versions, np.int64) for sample in group])

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -187,7 +187,7 @@ def adapter_weights(model: nn.Module, adapter: Any, lora: Lora, dtype: torch.dty
         spec = TensorSpec(names.name(name), dtype, tuple(parameter.shape))
         tensors.append(PublishedTensor(spec, name, whole(parameter.shape), rearrange))
     info = AdapterInfo(lora.rank, lora.alpha, base_name, base_fingerprints(model, adapter))
-    return PublishedWeights(parameters, tuple(tensors), {"adapter": info.to_json()})
+    return PublishedWeights(parameters, tuple(tensors), {"adapter": asdict(info)})
 
 
 def base_fingerprints(model: nn.Module, adapter: Any) -> dict[str, str]:

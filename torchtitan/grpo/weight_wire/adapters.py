@@ -6,7 +6,7 @@ model in the right way on top of the right weights only, so both ends compare fi
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,9 +35,6 @@ class AdapterInfo:
     alpha: float
     base_name: str
     base: dict[str, str]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def check_base(self, name: str, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         """Compare the server's base with the trainer's.
