@@ -86,7 +86,7 @@ class Trainer(Run):
         self.rollouts.prepare(self.source, self.tokenizer, self.end_token_ids)
         self.join()
         self.start_servers()
-        self.build()
+        self.build(link_free=lambda: self.weight_sync.idle())
         self.connect_servers()
 
     # ---------------------------------------------------------------------------------------------- the loop
@@ -212,6 +212,7 @@ class Trainer(Run):
         config = self.config
 
         def loss(index: int, row: Microbatch) -> LossAndSums:
+            self.policy.offload.poll()
             logprobs, entropy, *top_logprobs = self.policy.model(row, config.rollout.temperature)
             old, reference = fixed[index]
             return losses.row_loss(

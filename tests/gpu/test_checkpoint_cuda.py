@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
 from torchtitan.grpo.host_memory.host_copy import HostCopy
-from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload
 from torchtitan.grpo.host_memory.pinned import local_tensor
 
 DEVICE = torch.device("cuda", 0)
@@ -99,18 +99,20 @@ def test_the_copy_is_of_its_moment_though_the_next_step_overwrites_everything(sh
     assert copy.take_waited_s() >= 0
 
 
-def test_offloading_may_free_what_is_being_copied():
+@pytest.mark.parametrize("offload", ["host", "window"])
+def test_offloading_may_free_what_is_being_copied(offload):
     trained, copy = Trained(False), HostCopy(DEVICE, pinned=True)
     trained.optimizer.register_step_pre_hook(lambda *_: copy.order_writes_after())
-    host = HostOptimizerStates([trained.optimizer], DEVICE)
+    host = HostOptimizerStates([trained.optimizer], DEVICE) if offload == "host" else None
+    window = OptimizerStateOffload([trained.optimizer], DEVICE) if offload == "window" else None
     for round_ in range(4):
         trained.backward()
         expected = cloned(trained.states())
         torch.cuda._sleep(BUSY_CYCLES)
         states = copy.take(trained.states())
-        host.to_host()
+        (host.to_host if host else window.begin_out)()
         junk = [torch.full((16 << 20,), round_, dtype=torch.uint8, device=DEVICE) for _ in range(16)]
-        host.step()
+        (host or trained.optimizer).step()
         del junk
         copy.wait()
         assert_equal(tensors(states), expected)

@@ -175,9 +175,18 @@ def test_weights_by_files_make_the_same_run_as_weights_by_a_group(usual, tmp_pat
 OFFLOADED = {"--grpo.minibatches": "2", "--grpo.kl_coef": "0.05", "--lr_scheduler.total_steps": "3"}
 
 
-def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(tmp_path):
-    not_offloaded = train(tmp_path / "plain", OFFLOADED)
-    where = OFFLOADED | {"--offload.optimizer_states": "host", "--offload.reference_weights": "host"}
+@pytest.fixture(scope="module")
+def not_offloaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return train(tmp_path_factory.mktemp("plain") / "run", OFFLOADED)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"--offload.offload_optimizer_states_for_logprob": None}, {"--offload.optimizer_states": "host"}],
+    ids=["window", "host"],
+)
+def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(where, not_offloaded, tmp_path):
+    where = OFFLOADED | where | {"--offload.reference_weights": "host"}
     where |= {"--activation_checkpoint.mode": "full", "--activation_checkpoint.offload": None}
     train(tmp_path / "offloaded", where | {"--training.steps": "2"})
     train(tmp_path / "offloaded", where | {"--checkpoint.resume": None})

@@ -578,6 +578,7 @@ def test_parts_of_the_tiny_model(monkeypatch):
     ("flags", "moment", "part"),
     [
         (["--offload.optimizer_states", "host"], "optimizer step", "AdamW state"),
+        (["--offload.offload_optimizer_states_for_logprob"], "reference's log-probabilities", "AdamW state"),
         (["--offload.reference_weights", "host"], "optimizer step", "reference model"),
     ],
 )

@@ -85,6 +85,9 @@ def test_offloaded_states_are_in_the_host_memory_of_a_node(monkeypatch):
     assert table[3].endswith("of rank 0") and f"{copy / 2**20:,.1f} MiB" in table[3]
     total = 4 * (here["AdamW state"] + here["reference model"]) + copy
     assert table[4].split() == ["the", "node", f"{total / 2**20:,.1f}", "MiB"]
+    config.offload.optimizer_states = "device"
+    config.offload.offload_optimizer_states_for_logprob = True
+    assert memory_bytes(config, 8, H100).on_host["AdamW state"] == here["AdamW state"]
     monkeypatch.setattr("torchtitan.grpo.dry_run.nodes.host_bytes", lambda: 2 * total)
     here = dataclasses.replace(H100, here=True)
     assert any(line.endswith("50% of this machine's") for line in memory_lines(config, 8, here, ranks_here=4))

@@ -163,9 +163,11 @@ def test_chunks_are_refused_where_no_layer_is_for_them(family, flags, why, tmp_p
 
 def test_a_run_reports_its_metrics(folder, one_rank):
     _, model = trained(folder, True, "fsdp2")
-    off = SimpleNamespace(optimizer_states="device", reference_weights="device")
-    assert Offloading(off, [], None, CPU).metrics() == {}
-    figures = Offloading(off, [], None, CPU, model.block_inputs).metrics()
+    off = SimpleNamespace(
+        offload_optimizer_states_for_logprob=False, optimizer_states="device", reference_weights="device"
+    )
+    assert Offloading(off, [], None, CPU, lambda: True).metrics() == {}
+    figures = Offloading(off, [], None, CPU, lambda: True, model.block_inputs).metrics()
     assert figures["offload/activations_in_s"] > 0
 
 

@@ -1,6 +1,7 @@
 """Optimizer state and frozen weights on the host: nothing is lost, storages are really emptied, steps stay bitwise."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.host_memory import pinned
 from torchtitan.grpo.host_memory.offloading import HostedWeights
-from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload, Phase
 from torchtitan.grpo.host_memory.pinned import CopyStream, PinnedTwin, local_tensor, put_together
 
 CPU = torch.device("cpu")
@@ -125,6 +126,151 @@ def test_tensors_are_put_together_and_stay_what_they_are():
     assert owners == [storages[0].data_ptr()] * 3 + [storages[1].data_ptr()] * 2
     assert len(put_together([torch.randn(9), torch.randn(9)], flat_bytes=8)) == 2  # each larger than a flat
     assert put_together([]) == []
+
+
+# ------------------------------------------------------------------------------------- the window's offload
+
+
+def test_state_leaves_and_comes_back(model):
+    optimizers = container(model)
+    offload = OptimizerStateOffload(optimizers, CPU)
+    backward(model, 0)
+    optimizers.step()
+    tensors = moments(optimizers)
+    before = [tensor.clone() for tensor in tensors]
+    counters = [state["step"] for optimizer in optimizers for state in optimizer.state.values()]
+    offload.begin_out()
+    assert offload.phase is Phase.ON_HOST
+    assert all(tensor.untyped_storage().size() == 0 for tensor in tensors)
+    assert [float(counter) for counter in counters] == [1.0] * len(counters)
+    offload.begin_in()
+    offload.finish()
+    assert all(a is b for a, b in zip(moments(optimizers), tensors, strict=True))
+    assert_equal(tensors, before)
+    figures = offload.metrics()
+    state_bytes = sum(tensor.numel() * 4 for tensor in tensors)
+    assert state_bytes <= figures["offload/freed_gib"] * 2**30 <= state_bytes + 512 * len(tensors)
+    assert figures["offload/exposed_s"] == pytest.approx(figures["offload/out_s"] + figures["offload/in_s"])
+    assert figures["offload/out_s"] > 0 and figures["offload/in_s"] > 0 and figures["offload/hidden_s"] == 0
+    assert figures["offload/host_s"] > 0 and figures["offload/skipped"] == 0
+    assert offload.metrics() == {}  # they are those since the last call
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp2", "fsdp2-bfloat16"])
+@pytest.mark.parametrize("implementation", [{}, {"fused": False}, {"amsgrad": True}], ids=["fused", "loop", "amsgrad"])
+def test_training_with_a_window_is_bitwise_the_same(kind, implementation):
+    expected = trained_plainly(build(kind), **implementation)
+    model = build(kind)
+    optimizers = container(model, **implementation)
+    offload = OptimizerStateOffload(optimizers, CPU)
+
+    def window() -> None:
+        offload.begin_out()
+        with torch.no_grad():
+            model(torch.ones(2, 5))
+        offload.begin_in()
+
+    train(model, optimizers, window, optimizers.step)
+    assert_equal(weights(model), expected[0])
+    assert_equal(moments(optimizers), expected[1])
+
+
+def test_without_state_there_is_nothing_to_do(model):
+    offload = OptimizerStateOffload(container(model), CPU)
+    offload.begin_out()
+    assert offload.phase is Phase.ON_DEVICE
+    offload.begin_in()
+    offload.finish()
+    assert offload.metrics() == {}
+
+
+def test_calls_may_be_repeated_and_left_out():
+    model = build("plain")
+    optimizers = container(model)
+    offload = OptimizerStateOffload(optimizers, CPU)
+    offload.finish()
+    backward(model, 0)
+    optimizers.step()
+    before = [tensor.clone() for tensor in moments(optimizers)]
+    offload.begin_in()
+    assert offload.phase is Phase.ON_DEVICE
+    offload.begin_out()
+    offload.begin_out()
+    offload.finish()
+    assert_equal(moments(optimizers), before)
+    offload.begin_out()
+    offload.begin_in()
+    offload.begin_in()
+    offload.begin_out()  # while it arrives
+    assert offload.phase is Phase.ON_HOST
+    offload.finish()
+    offload.finish()
+    assert_equal(moments(optimizers), before)
+
+
+@pytest.mark.parametrize("back", ["step", "state_dict", "load_state_dict"])
+def test_state_on_the_host_is_never_missed(back):
+    expected, model = build("plain"), build("plain")
+    plain, optimizers = container(expected), container(model)
+    offload = OptimizerStateOffload(optimizers, CPU)
+    for a, b in ((expected, plain), (model, optimizers)):
+        backward(a, 0)
+        b.step()
+    saved = plain.state_dict()
+    backward(expected, 1)
+    backward(model, 1)
+    offload.begin_out()
+    if back == "state_dict":
+        found = optimizers.state_dict()
+        assert found.keys() == saved.keys()
+        tensors = [name for name in saved if "exp_avg" in name]
+        assert_equal([found[name] for name in tensors], [saved[name] for name in tensors])
+    if back == "load_state_dict":
+        optimizers.load_state_dict(copy.deepcopy(saved))  # other tensors: what was put together before is void
+        offload.begin_out()
+        assert all(tensor.untyped_storage().size() == 0 for tensor in moments(optimizers))
+    plain.step()
+    optimizers.step()
+    assert offload.phase is Phase.ON_DEVICE
+    assert_equal(weights(model), weights(expected))
+
+
+def test_nothing_is_copied_while_the_link_is_taken():
+    model = build("plain")
+    optimizers = container(model)
+    free = False
+    offload = OptimizerStateOffload(optimizers, CPU, link_free=lambda: free, link_patience_s=0.05)
+    backward(model, 0)
+    optimizers.step()
+    before = [tensor.clone() for tensor in moments(optimizers)]
+    offload.begin_out()
+    assert offload.phase is Phase.LEAVING
+    offload.begin_in()  # the window has passed without it
+    assert offload.phase is Phase.ON_DEVICE
+    figures = offload.metrics()
+    assert (figures["offload/skipped"], figures["offload/freed_gib"], figures["offload/out_s"]) == (1, 0, 0)
+
+    offload.begin_out()
+    free = True
+    offload.poll()
+    assert offload.phase is Phase.ON_HOST
+    free = False
+    offload.begin_in()
+    offload.poll()
+    assert offload.phase is Phase.RETURNING
+    free = True
+    offload.poll()
+    assert offload.phase is Phase.ARRIVING
+    offload.finish()
+    assert offload.metrics()["offload/skipped"] == 0
+
+    offload.begin_out()
+    free = False
+    started = time.monotonic()
+    offload.finish()  # the step cannot go without it: after a bounded wait it is copied anyway
+    assert time.monotonic() - started >= 0.05
+    assert_equal(moments(optimizers), before)
+    assert offload.metrics()["offload/host_s"] >= 0.05
 
 
 # ---------------------------------------------------------------------------------------- state on the host
@@ -295,11 +441,14 @@ def test_weights_that_are_trained_stay():
 
 
 KL = ["--grpo.kl_coef", "0.1"]
+WINDOW = ["--offload.offload_optimizer_states_for_logprob"]
 
 
 @pytest.mark.parametrize(
     "flags",
     [
+        [*WINDOW, *KL],
+        [*WINDOW, "--grpo.minibatches", "2"],
         ["--offload.optimizer_states", "host"],
         ["--offload.reference_weights", "host", *KL],
         ["--offload.reference_weights", "host", "--offload.optimizer_states", "host", *KL],
@@ -312,6 +461,9 @@ def test_what_goes_together(flags):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        (WINDOW, "has no window"),
+        ([*WINDOW, "--grpo.minibatches", "2", "--grpo.proximal_logprobs", "sampler"], "has no window"),
+        ([*WINDOW, *KL, "--offload.optimizer_states", "host"], "on the host already"),
         (["--offload.reference_weights", "host"], "[grpo] kl_coef over 0 only"),
         (["--offload.optimizer_states", "disk"], '"device" or "host"'),
     ],
@@ -324,4 +476,5 @@ def test_contradictions_are_named(flags, expected):
 
 def test_off_is_the_default():
     offload = load_config(TINY).offload
+    assert not offload.offload_optimizer_states_for_logprob
     assert (offload.optimizer_states, offload.reference_weights) == ("device", "device")

@@ -44,6 +44,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
     of_both = (
         _check_unread,
         _check_batch,
+        _check_offload,
         _check_torchtitan,
         _check_lora,
         check_data,
@@ -182,6 +183,21 @@ def _check_score_centering(config: JobConfig) -> Iterator[str]:
         )
     if config.distill.teacher_urls:
         yield f"{key} with [distill] teacher_urls: a teacher judges each token by itself; leave one of them out"
+
+
+def _check_offload(config: JobConfig) -> Iterator[str]:
+    offload, grpo = config.offload, config.grpo
+    window = "[offload] offload_optimizer_states_for_logprob = true"
+    if offload.offload_optimizer_states_for_logprob and offload.optimizer_states == "host":
+        yield f'{window} with optimizer_states = "host": the state is on the host already, so leave one of them out'
+    if offload.offload_optimizer_states_for_logprob and not (
+        grpo.kl_coef or (grpo.minibatches > 1 and grpo.proximal_logprobs == "recompute")
+    ):
+        yield (
+            f"{window} has no window: without [grpo] kl_coef, and with one minibatch or proximal_logprobs = "
+            '"sampler", no log-probabilities are computed before the update; leave it out, or use '
+            '[offload] optimizer_states = "host"'
+        )
 
 
 def _check_lora(config: JobConfig) -> Iterator[str]:

@@ -22,8 +22,6 @@ GONE = {
     "metrics.validation_samples": "every held-out answer is written; leave it out",
     "metrics.wandb_group": "set the environment variable WANDB_RUN_GROUP",
     "metrics.wandb_name": "set the environment variable WANDB_NAME",
-    "offload.offload_optimizer_states_for_logprob": 'write [offload] optimizer_states = "host", which also frees the '
-    "memory of the other passes",
     "ray.start_timeout_seconds": "[rollout] start_timeout_seconds is the limit",
     "ray.step_timeout_seconds": "[debug] hang_seconds is the limit",
     "ray.warmup_tokens": "ranks are warmed up by their longest row; leave it out",

@@ -356,6 +356,8 @@ class Lora:
 
 @dataclass
 class Offload:
+    offload_optimizer_states_for_logprob: bool = False
+    """Keep the optimizer state in pinned host memory during old and reference log-probabilities."""
     optimizer_states: Literal["device", "host"] = "device"
     """`host` keeps the optimizer state in pinned memory and streams it through the device each step: 8 bytes each way
     per parameter in float32."""

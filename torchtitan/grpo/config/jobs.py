@@ -27,6 +27,7 @@ UNREAD: dict[Job, tuple[str, ...]] = {
         "weight_sync",
         "reward",
         "distill",
+        "offload.offload_optimizer_states_for_logprob",
         "offload.reference_weights",
         "data.answer_pattern",
         "data.curriculum",

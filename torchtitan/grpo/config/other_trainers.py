@@ -315,7 +315,7 @@ NEMO_RL = {
     "num_generations_per_prompt": "grpo.group_size",
     "num_nodes": _RANKS,
     "num_prompts_per_step": "grpo.prompts_per_step",
-    "offload_optimizer_for_logprob": 'offload.optimizer_states: "host"',
+    "offload_optimizer_for_logprob": "offload.offload_optimizer_states_for_logprob",
     "output_key": "data.answer_column",
     "overlong_filtering": "grpo.overlong_filter",
     "policy.generation_batch_size": ": servers sample, and batch by themselves",

@@ -189,13 +189,14 @@ class _Rank:
     def always(self, in_window: bool = False) -> Parts:
         """Held at every moment. `in_window`: while the reference's log-probabilities are computed."""
         offload, sync = self.config.offload, self.config.weight_sync
+        state_away = offload.optimizer_states == "host" or (in_window and offload.offload_optimizer_states_for_logprob)
         reference_here = self.config.grpo.kl_coef and (in_window or offload.reference_weights == "device")
         reference_here = reference_here and not self.frozen  # with adapters it is the policy without them
         sent = sent_bytes(self.config, self.target)
         parts = {
             "weights": self.local * (self.computed if self.frozen else self.held),
             "adapters": self.trained_here * self.held * self.frozen,
-            "AdamW state": 0 if offload.optimizer_states == "host" else 2 * self.trained_here * self.held,
+            "AdamW state": 0 if state_away else 2 * self.trained_here * self.held,
             # The reference has no backward, after which FSDP2 would free what it gathered for the forward.
             "reference model": self.local * self.held + self._gathered(0) if reference_here else 0,
         }
@@ -271,10 +272,11 @@ class _Rank:
     def on_host(self) -> Parts:
         """What `[offload]`, `[checkpoint] async_mode` and `[activation_checkpoint] offload` keep there."""
         checkpoint, offload, trained = self.config.checkpoint, self.config.offload, self.trained_here * self.held
+        leaves = offload.optimizer_states == "host" or offload.offload_optimizer_states_for_logprob
         reference = bool(self.config.grpo.kl_coef) and not self.frozen
         in_background = checkpoint.enable and checkpoint.async_mode != "disabled"
         return {
-            "AdamW state": 2 * trained * (offload.optimizer_states == "host"),
+            "AdamW state": 2 * trained * leaves,
             "reference model": self.local * self.held * (reference and offload.reference_weights == "host"),
             "copy for checkpoints": trained * (3 + reference) * in_background,  # with both moments of AdamW
             "blocks' inputs": self.activations.input * (self.layers - 1) * self.inputs_leave,

@@ -2,7 +2,8 @@
 
     offloading.py          `Offloading`: the whole section as one object for the trainer; `HostedWeights`: the
                            reference model's weights on the host between uses
-    optimizer_states.py    `HostOptimizerStates`: the state lives on the host and streams through each step
+    optimizer_states.py    `OptimizerStateOffload`: the state leaves during log-probabilities and comes back
+                           `HostOptimizerStates`: the state lives on the host and streams through each step
     block_inputs.py        `BlockInputs`: what activation checkpointing keeps, from forward to backward pass
     pinned.py              `CopyStream`: copies beside the compute stream, and their seconds; `PinnedTwin`: device
                            storages and their host memory

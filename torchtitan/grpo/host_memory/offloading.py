@@ -1,6 +1,6 @@
 """`[offload]`: the reference model's weights on the host, and the whole section as one object for the trainer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.config.job_config import Offload
 from torchtitan.grpo.host_memory.block_inputs import BlockInputs
-from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload
 from torchtitan.grpo.host_memory.pinned import CopyStream, PinnedTwin, local_tensor
 
 
@@ -98,6 +98,7 @@ class Offloading:
     Args:
         optimizers: torchtitan's container of the model's optimizers.
         reference: The reference model, if there is one.
+        link_free: See `OptimizerStateOffload`.
         inputs: The model's, with `[activation_checkpoint] offload`; for their metrics.
     """
 
@@ -107,11 +108,14 @@ class Offloading:
         optimizers: OptimizersContainer,
         reference: nn.Module | None,
         device: torch.device,
+        link_free: Callable[[], bool],
         inputs: BlockInputs | None = None,
     ):
+        window, on_host = config.offload_optimizer_states_for_logprob, config.optimizer_states == "host"
         hosted = reference is not None and config.reference_weights == "host"
         self._optimizers = optimizers
-        self._states = HostOptimizerStates(optimizers, device) if config.optimizer_states == "host" else None
+        self._window = OptimizerStateOffload(optimizers, device, link_free) if window else None
+        self._states = HostOptimizerStates(optimizers, device) if on_host else None
         self._reference = HostedWeights(reference, device) if hosted else None
         self._inputs = inputs
 
@@ -130,17 +134,26 @@ class Offloading:
     @contextmanager
     def logprobs(self) -> Iterator[None]:
         """Surrounds the passes that compute fixed log-probabilities. Its end must not wait for the device."""
+        if self._window:
+            self._window.begin_out()
         if self._reference:
             self._reference.finish()
         yield
         if self._reference:
             self._reference.release()
+        if self._window:
+            self._window.begin_in()
+
+    def poll(self) -> None:
+        """Call between rows: starts copies that waited for the link."""
+        if self._window:
+            self._window.poll()
 
     def step(self) -> None:
         """The optimizer step, wherever the state is."""
         (self._states or self._optimizers).step()
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of all three classes. Call it once per step, on every rank."""
-        parts = [part.metrics() for part in (self._states, self._reference, self._inputs) if part]
+        """The metrics of all four classes. Call it once per step, on every rank."""
+        parts = [part.metrics() for part in (self._window, self._states, self._reference, self._inputs) if part]
         return {name: value for part in parts for name, value in part.items()}

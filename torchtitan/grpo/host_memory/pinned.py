@@ -33,6 +33,7 @@ class CopyStream:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds: dict[str, float] = {}
+        self._last: torch.cuda.Event | None = None
 
     @contextmanager
     def after_compute(self, name: str, also: torch.cuda.Event | None = None) -> Iterator[torch.cuda.Event | None]:
@@ -57,6 +58,7 @@ class CopyStream:
             self.stream.wait_event(also)
         with torch.cuda.stream(self.stream), self._timed(name, self.stream) as done:
             yield done
+        self._last = done
 
     def order_compute_after(self, done: torch.cuda.Event | None) -> None:
         """Make later work on the compute stream wait on the device for the event, and time that wait."""
@@ -64,6 +66,10 @@ class CopyStream:
             compute = torch.cuda.current_stream(self.device)
             with self._timed("exposed", compute):
                 compute.wait_event(done)
+
+    def idle(self) -> bool:
+        """Whether all copies have ended. Any thread may call it."""
+        return self._last is None or self._last.query()
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by name since the last call. Waits for the copies, so it belongs at the end of a step."""

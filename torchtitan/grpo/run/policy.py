@@ -37,6 +37,9 @@ class Policy:
         policy.step(norm)           # from here on the weights are new
         policy.end_step()           # after the last one of a batch: the schedule goes on
 
+    Args:
+        link_free: Whether the link to the host may be used, see `OptimizerStateOffload`.
+
     Attributes:
         model: Takes packed rows, see `model.packed.make_packed`.
         reference: The frozen model of `[grpo] kl_coef`. None without it, and with `[lora]`: there it is the model
@@ -44,7 +47,14 @@ class Policy:
         attention_tokens: See `packing.pack`. Infinity on a single data rank, which needs no balancing.
     """
 
-    def __init__(self, config: JobConfig, source: ModelSource, dims: ParallelDims, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        source: ModelSource,
+        dims: ParallelDims,
+        device: torch.device,
+        link_free: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._config = config
         self.model = build_model(source, config, dims, device)
         self.reduce_once = reduces_once(config.training.reduce_gradients, self.model)
@@ -59,7 +69,7 @@ class Policy:
         if config.grpo.kl_coef > 0 and not config.lora.enable:
             self.reference = build_model(source, config, dims, device, trainable=False)
         inputs = getattr(self.model, "block_inputs", None)
-        self.offload = Offloading(config.offload, self.optimizers, self.reference, device, inputs)
+        self.offload = Offloading(config.offload, self.optimizers, self.reference, device, link_free, inputs)
 
     def keep_reference(self) -> None:
         """From now on the reference is the model as it is."""
@@ -79,6 +89,7 @@ class Policy:
         reference = self.reference or without_adapters(self.model)
 
         def fixed(row: Microbatch) -> FixedLogprobs:
+            self.offload.poll()
             old = self.model(row, temperature)[0] if needs_old else None
             return old, reference(row.without_routes(), temperature)[0] if grpo.kl_coef > 0 else None
 

@@ -222,10 +222,14 @@ class Run:
         self.broadcast = self.resources.enter_context(Broadcaster(self.progress, patience_s(config)))
         self.ending = Ending(self.broadcast)
 
-    def build(self) -> None:
-        """Policy, checkpoints and metrics."""
+    def build(self, link_free: Callable[[], bool] = lambda: True) -> None:
+        """Policy, checkpoints and metrics.
+
+        Args:
+            link_free: See `Policy`.
+        """
         config, dump = self.config, self.config.job.dump_folder
-        self.policy = policy = Policy(config, self.source, self.dims, self.device)
+        self.policy = policy = Policy(config, self.source, self.dims, self.device, link_free)
         longest = row_tokens(config)
         self.layout = Layout(
             longest,

@@ -194,6 +194,10 @@ class WeightSync:
 
             self._wait_until(ready, what)
 
+    def idle(self) -> bool:
+        """Whether no weights are on their way from this rank."""
+        return self._thread is None or not self._thread.busy
+
     @property
     def moved(self) -> int:
         """Buckets that this rank has gathered. It grows as long as weights move."""
@@ -201,8 +205,7 @@ class WeightSync:
 
     def describe(self) -> str:
         """Where the newest version is, in one line. Takes no lock: for a report of a run that hangs."""
-        sending = self._thread is not None and self._thread.busy
-        text = f"weight sync: version {self._newest} published, {'one' if sending else 'none'} on its way"
+        text = f"weight sync: version {self._newest} published, {'none' if self.idle() else 'one'} on its way"
         if self._board is None:
             return text
         modes = "".join(f"; {worker.url}: {worker.mode.value}" for worker in self._board.workers)
