@@ -15,7 +15,7 @@ def test_refused_connections_leave_no_thread_in_nccl():
     server = ServerThread(0)
     control = VllmControl(server.url, None, 60.0)
     link = GroupLink(control, "nccl", torch.device("cuda:0"), 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
-    info = {"protocol": 0, "run": "r", "num_buffers": 1, "verify": True, "plan": []}
+    info = {"protocol": 0, "run": "r", "num_buffers": 1, "plan": []}
     try:
         for _ in range(10):
             with pytest.raises(WeightSyncError, match="weight transfer protocol 0 from the trainer"):

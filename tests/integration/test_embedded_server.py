@@ -402,7 +402,7 @@ class Trainer:
             "master_address": "127.0.0.1",
             "master_port": port,
         }
-        info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 20.0, "verify": True}
+        info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 20.0}
         joined = threading.Thread(target=control.init_transfer, args=(info | {"plan": plan_to_json(self.buckets)},))
         joined.start()
         self.group = Group("gloo", store, 0, 2, torch.device("cpu"), 20.0, "127.0.0.1")
@@ -519,7 +519,7 @@ def test_a_trainer_that_never_joins_stops_no_answers(server: RunningServer) -> N
         "master_address": "127.0.0.1",
         "master_port": port,
     }
-    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 20.0, "verify": True}
+    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 20.0}
     info["plan"] = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
     joining = in_thread(lambda: VllmControl(server.url, None, 30.0).init_transfer(info), "test-join")
     while not store.check(["torchtitan_grpo/here/1"]):

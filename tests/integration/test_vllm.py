@@ -207,7 +207,7 @@ def test_a_trainer_that_is_gone_before_the_server_joins_does_not_block_it(vllm_s
     control = VllmControl(vllm_server.url, None, 60.0)
     plan = [[["model.norm.weight", "float32", [64], 0]]]
     info = {"protocol": PROTOCOL, "run": own_run(), "backend": "gloo", "master_address": "127.0.0.1", "plan": plan}
-    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 60.0, "verify": True}
+    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 60.0}
     started = time.monotonic()
     with pytest.raises(ServerError, match="given the connection up"):
         control.init_transfer(info | {"master_port": free_port()})

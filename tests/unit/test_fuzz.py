@@ -284,7 +284,7 @@ def test_any_plan(specs, limit, version, flip):
         "rank_offset": 0,
         "run": "r",
     }
-    info |= {"world_size": 1, "num_buffers": 1, "timeout_seconds": 1.0, "verify": True, "plan": plan}
+    info |= {"world_size": 1, "num_buffers": 1, "timeout_seconds": 1.0, "plan": plan}
     receiver = Receiver(info, torch.device("cpu"))
     assert [spec for bucket in receiver.buckets for spec in bucket.tensors] == specs
     for bucket in receiver.buckets:

@@ -24,7 +24,7 @@ from torchtitan.grpo.weight_wire.version_names import own_run
 
 CPU = torch.device("cpu")
 PLAN = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
-INFO = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 1, "verify": True, "plan": PLAN}
+INFO = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 1, "plan": PLAN}
 
 
 @pytest.fixture
@@ -123,6 +123,7 @@ def test_a_server_that_read_a_copy_while_it_was_given_up_is_not_resumed(kind: ty
     done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
     link = kind(control, "gloo", CPU, 60.0, Pause(), check, lambda: None, lambda: 0)
     link._group = SimpleNamespace(size=1, rest=None, broadcast=lambda _: done, all_reduce=lambda _: done)
+    link._held = SimpleNamespace(begin=lambda: None, add=lambda *_: None)
     (bucket,) = plan_from_json(PLAN)
     wire = torch.zeros(bucket.wire_bytes, dtype=torch.uint8)
     feed = SimpleNamespace(version=1, folder="", bucket=lambda _: (wire, None))

@@ -37,12 +37,12 @@ def assert_same_bytes(got: dict[str, torch.Tensor], expected: dict[str, torch.Te
 @pytest.mark.parametrize("limit_bytes", [300, 1 << 20])
 def test_adapters_and_experts_reach_a_receiver_byte_for_byte(dtype, limit_bytes):
     values = parameters(0)
-    packer = Packer(published(values, dtype), Ranks(CPU, 10, 10), limit_bytes, num_buffers=2, verify=True)
+    packer = Packer(published(values, dtype), Ranks(CPU, 10, 10), limit_bytes, num_buffers=2)
     assert (len(packer.buckets) == 1) is (limit_bytes > 300)
     store, port = host_store("127.0.0.1", 10)
     info = {
         "protocol": PROTOCOL, "run": "r", "backend": "gloo", "master_address": "127.0.0.1", "master_port": port,
-        "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 10.0, "verify": True,
+        "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 10.0,
         "plan": plan_to_json(packer.buckets),
     }  # fmt: skip
     joining = in_thread(lambda: Receiver(info, CPU), "receiver")

@@ -378,7 +378,7 @@ def test_buckets_hold_what_the_adapter_gives(build, limit_bytes, num_buffers):
     randomise(model, 0)
     tied = "lm_head.weight" not in adapter.to_hf(dict(model.named_parameters()))
     published = model_weights(model, adapter, torch.bfloat16, tied)
-    packer = Packer(published, Ranks(CPU, 10, 10), limit_bytes, num_buffers, True)
+    packer = Packer(published, Ranks(CPU, 10, 10), limit_bytes, num_buffers)
     for version in (1, 2):
         randomise(model, version)
         expected = adapter.to_hf({name: p.detach().bfloat16() for name, p in model.named_parameters()})
@@ -404,7 +404,7 @@ def test_one_rank_sends_its_snapshots_which_newer_versions_leave_alone():
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
     published = model_weights(model, adapter, torch.bfloat16, True)
-    packer = Packer(published, Ranks(CPU, 10, 10), 600, 2, True, allocate=memory)
+    packer = Packer(published, Ranks(CPU, 10, 10), 600, 2, allocate=memory)
     assert asked == [bucket.wire_bytes for bucket in packer.buckets] * 2 and len(packer.buckets) > 2
     randomise(model, 1)
     packer.snapshots.take(1)
@@ -423,7 +423,7 @@ def test_one_rank_sends_its_snapshots_which_newer_versions_leave_alone():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
 def test_a_version_that_is_not_finite_gets_no_acknowledgement(bad):
     model, adapter = tiny_qwen3(True)
-    packer = Packer(model_weights(model, adapter, torch.bfloat16, True), Ranks(CPU, 10, 10), 600, 2, True)
+    packer = Packer(model_weights(model, adapter, torch.bfloat16, True), Ranks(CPU, 10, 10), 600, 2)
     for version in (1, 2):
         packer.snapshots.take(version)
         with packer.snapshots.hold(same, 1, nothing) as buffer:

@@ -106,7 +106,7 @@ def test_two_runs_in_one_folder_leave_each_other_alone_and_no_server_takes_the_o
     publish(second, bucket, 2)
     feed = first.feed()
     info = {"protocol": PROTOCOL, "run": "r", "backend": "disk", "master_address": "", "master_port": 0}
-    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 9.0, "verify": True}
+    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 9.0}
     receiver = Receiver(info | {"plan": plan_to_json([bucket])}, torch.device("cpu"))
     update = {"version": 1, "run": "r", "folder": str(feed.folder), "expected": list(feed.expected)}
     got: dict[str, torch.Tensor] = {}

@@ -39,6 +39,7 @@ GONE = {
     "weight_sync.cadence": "leave it out: each version is sent, or the newest that is waiting",
     "weight_sync.num_snapshots": "leave it out: there are two with async_weight_update, and one without",
     "weight_sync.num_buffers": "leave it out: two buckets are in flight",
+    "weight_sync.verify": "every bucket has a checksum; leave it out",
 }
 """Keys of earlier versions, and what to do instead."""
 _ARGUMENTS = {

@@ -331,8 +331,6 @@ class WeightSync:
     With several trainer ranks, rank 0 gathers into one more."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait for one phase of a publish."""
-    verify: bool = True
-    """Checksum every bucket at both ends, and refuse an update that differs."""
 
 
 @dataclass

@@ -47,18 +47,15 @@ class DiskCopy(VersionCopy):
             (/dev/shm), or else with the temporary files.
         buckets: The plan.
         adapter: If the plan is one of LoRA adapters: how they apply. A version is then a folder as `peft` writes it,
-            for SGLang.
-        verify: Read an adapter's files again before a server may. SGLang would not check them.
+            for SGLang. Its files are read again before a server may, since SGLang would not check them.
 
     Raises:
         UserError: The folder has no room, or cannot be written to.
     """
 
-    def __init__(
-        self, folder: str, buckets: Sequence[Bucket], adapter: AdapterInfo | None = None, verify: bool = True
-    ) -> None:
+    def __init__(self, folder: str, buckets: Sequence[Bucket], adapter: AdapterInfo | None = None) -> None:
         super().__init__()
-        self._config, self._checks = "", adapter is not None and verify
+        self._config = ""  # of an adapter
         if adapter is not None:
             layers = block_layers(spec.name for bucket in buckets for spec in bucket.tensors)
             self._config = json.dumps(peft_config(adapter.rank, adapter.alpha, layers, adapter.base_name))
@@ -95,7 +92,7 @@ class DiskCopy(VersionCopy):
 
     def store(self, index: int, wire: torch.Tensor) -> None:
         write_bucket(self._part, self._buckets[index], wire.cpu())
-        if self._checks:
+        if self._config:
             check_bucket(self._part, self._buckets[index])
 
     def complete(self, version: int, expected: list[int]) -> None:

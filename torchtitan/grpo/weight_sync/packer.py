@@ -79,7 +79,6 @@ class Packer:
             k - num_buffers has left the wire before it packs bucket k. With several trainer ranks, one more buffer
             holds the gathered shards. Where snapshots have the form of buckets, there is none, and a snapshot is held
             until its last bucket has left the wire.
-        verify: Put a checksum into each bucket's trailer.
         snapshots: Snapshot buffers; see `Snapshots`.
         allocate: Makes so many zero bytes on a device, for buckets.
 
@@ -94,14 +93,12 @@ class Packer:
         ranks: Ranks,
         limit_bytes: int,
         num_buffers: int,
-        verify: bool,
         snapshots: int = 2,
         allocate: Callable[[int, torch.device], torch.Tensor] = lambda size, device: torch.zeros(
             size, dtype=torch.uint8, device=device
         ),
     ):
         self._ranks = ranks
-        self._verify = verify
         self.gathered = 0
         self.buckets = plan_buckets([tensor.spec for tensor in published.tensors], limit_bytes)
         self.snapshots = Snapshots(published.parameters, published.dtype, snapshots)
@@ -252,9 +249,8 @@ class Packer:
             trailer = bucket.trailer(wire)
             for field, value in enumerate((snapshot.version, index, bucket.payload_bytes, 0)):
                 trailer[field].fill_(value)
-            payload, finite = wire[: bucket.payload_bytes], None
-            if self._verify:
-                trailer[3], finite = self._checksum.with_finite(payload, self.snapshots.dtype)
+            payload = wire[: bucket.payload_bytes]
+            trailer[3], finite = self._checksum.with_finite(payload, self.snapshots.dtype)
             self._checksums[index] = trailer[3]
             self._finite[index] = finite if finite is not None else is_finite(payload.view(self.snapshots.dtype))
         return wire

@@ -61,11 +61,11 @@ class SglangLink(SglangServerLink):
 
     _name = ""
     """Of the process group, "" while there is none."""
-    _held: SglangChecksums | None = None
+    _held: SglangChecksums
 
     def _connect(self, plan_info: dict) -> None:
         """The plan stays in the trainer."""
-        self._held = SglangChecksums(self.control, plan_from_json(plan_info["plan"])) if plan_info["verify"] else None
+        self._held = SglangChecksums(self.control, plan_from_json(plan_info["plan"]))
         deadline = time.monotonic() + self.timeout_s
         world_size = 1 + self.control.world_size()
         self.control.check_takes_models()
@@ -93,17 +93,15 @@ class SglangLink(SglangServerLink):
         """See `ServerLink.update`. Buckets go one after the other. `apply` is 0, since it is part of `wire`."""
         with self._on_stream():
             self._begin_session(feed.version)
-            if self._held is not None:
-                with self._phase("verify"):
-                    self._held.begin()
+            with self._phase("verify"):
+                self._held.begin()
             wire_started = time.perf_counter()
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
                 last = bucket.index == len(buckets) - 1
                 self._send(bucket, wire, filled, version_name(feed.version) if last else None)
-                if self._held is not None:
-                    with self._phase("verify"):
-                        self._held.add(bucket, wire)
+                with self._phase("verify"):
+                    self._held.add(bucket, wire)
                 feed.release(bucket.index + 1)
             self.check()  # buckets of a version that was given up may have been overwritten
             self._forget()
@@ -116,9 +114,8 @@ class SglangLink(SglangServerLink):
         started = time.perf_counter()
         with self._phase("finish"):
             self.control.finish_update(version_name(version))
-        if self._held is not None:
-            with self._phase("verify"):
-                self._held.check()
+        with self._phase("verify"):
+            self._held.check()
         self._take_into_service(version, started)
 
     def _begin_session(self, version: int) -> None:

@@ -125,7 +125,6 @@ class WeightSync:
             self._ranks,
             self._limit,
             NUM_BUFFERS,
-            config.verify,
             snapshots=2 if config.async_weight_update else 1,
             **({"allocate": allocate} if self._transport.shares_memory else {}),
         )
@@ -304,7 +303,6 @@ class WeightSync:
             "protocol": PROTOCOL,
             "run": own_run(),
             "num_buffers": NUM_BUFFERS,
-            "verify": config.verify,
             "plan": plan_to_json(buckets),
         } | self._published.announced
         board = self._board = Board(
@@ -331,7 +329,7 @@ class WeightSync:
         if not self._transport.join:
             adapter = self._published.announced.get("adapter")
             info = AdapterInfo(**adapter) if adapter else None
-            return DiskCopy(self._config.disk_folder, self._packer.buckets, info, self._config.verify)
+            return DiskCopy(self._config.disk_folder, self._packer.buckets, info)
         if len(self._fleet.servers) > 1 or self._fleet.may_grow:
             return MemoryCopy([bucket.wire_bytes for bucket in self._packer.buckets], self._device)
         return None

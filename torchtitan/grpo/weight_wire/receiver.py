@@ -5,8 +5,8 @@ Imports torch and safetensors only, so it runs in any inference server's environ
 There are two messages, both plain JSON, sent through the server's own HTTP routes:
 
 `POST /init_weight_transfer_engine {"init_info": {...}}`, once per connection, with the fields of `InitInfo`:
-    {"protocol": 3, "run": "gpu01-4711-5f3a2c", "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123,
-     "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0, "verify": true,
+    {"protocol": 4, "run": "gpu01-4711-5f3a2c", "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123,
+     "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0,
      "plan": [[["model.embed_tokens.weight", "float32", [512, 64], 0], ...], ...]}
 With LoRA also `"adapter": {...}`, the fields of `adapters.AdapterInfo`: the plan is one of adapters then.
 
@@ -33,7 +33,7 @@ from torchtitan.grpo.weight_wire.transport import Group, wait
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 from torchtitan.grpo.weight_wire.version_names import lives, owned_by
 
-PROTOCOL = 3
+PROTOCOL = 4
 ACK_FIELDS = 5
 """Per rank: 1 if every check passed, weight version, tensor count, payload bytes, combined checksum."""
 
@@ -57,7 +57,6 @@ class InitInfo:
     world_size: int
     num_buffers: int
     timeout_seconds: float
-    verify: bool
     plan: list[list[list]]
     adapter: dict[str, Any] | None = None
 
@@ -237,18 +236,17 @@ class Receiver:
 
     def _verify(self, bucket: Bucket, wire: torch.Tensor, version: int) -> int:
         """The bucket's checksum. Raises ValueError if the bucket is not what the plan says."""
-        fields = bucket.trailer(wire)
-        if self.info.verify:
-            fields = torch.cat([fields, self._checksum(wire[: bucket.payload_bytes]).view(1)])
-        got_version, got_index, got_bytes, sent_checksum, *own_checksum = fields.tolist()
+        own = self._checksum(wire[: bucket.payload_bytes])
+        fields = torch.cat([bucket.trailer(wire), own.view(1)])
+        got_version, got_index, got_bytes, sent_checksum, own_checksum = fields.tolist()
         where = f"bucket {bucket.index + 1} of {len(self.buckets)} of version {version} refused"
         if (got_version, got_index, got_bytes) != (version, bucket.index, bucket.payload_bytes):
             raise ValueError(
                 f"{where}: its trailer says version {got_version}, bucket {got_index + 1}, {got_bytes} bytes, expected "
                 f"version {version}, bucket {bucket.index + 1}, {bucket.payload_bytes} bytes"
             )
-        if own_checksum and own_checksum[0] != sent_checksum:
-            raise ValueError(f"{where}: checksum of its {got_bytes} bytes is {own_checksum[0]}, sent {sent_checksum}")
+        if own_checksum != sent_checksum:
+            raise ValueError(f"{where}: checksum of its {got_bytes} bytes is {own_checksum}, sent {sent_checksum}")
         return sent_checksum
 
     def _acknowledge(self, fields: list[int]) -> None:
