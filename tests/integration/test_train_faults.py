@@ -250,7 +250,8 @@ def test_no_rank_leaves_before_rank_0_has_validated(tmp_path, monkeypatch):
     (tmp_path / "slow_rewards.py").write_text(
         "import pathlib, time\n"
         "def slow(answer, prompt):\n"
-        f"    under_way = pathlib.Path({str(tmp_path / 'run' / 'metrics.jsonl')!r}).exists()\n"
+        f"    lines = pathlib.Path({str(tmp_path / 'run' / 'metrics.jsonl')!r})\n"
+        "    under_way = lines.exists() and '\"step\": 0,' in lines.read_text()  # after the first validation\n"
         "    time.sleep(1.8 if under_way else 0)\n"
         "    return 0.0\n"
     )
