@@ -10,6 +10,7 @@ import pytest
 
 from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.weight_sync import worker as worker_module
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
@@ -313,6 +314,11 @@ def test_a_push_may_take_as_long_as_the_last_one_whoever_has_waited_for_its_end(
     thread.join()
     assert not dropped
     assert board.copy_is_late(time.monotonic() - 11)
+    nobody = SyncReport(1, 0, 1, {"total": 0.01}, {}, missed=1, waited=False)
+    board.push_settled(nobody)
+    assert board.push_s == 10.0, "a push that lost all its servers says nothing of a push's time"
+    board.push_s = 0.0
+    assert not board.copy_is_late(0.0), "the first push may take any time"
 
 
 def test_no_push_begins_when_the_workers_have_been_told_to_end():

@@ -52,7 +52,8 @@ class Board:
         sent: The version of the newest common push. A server needs it, or a newer one, to be admitted (I3).
         push_wanted: Push now although no push is due. Under the lock.
         copy_wanted: Make a copy, if none is in use. Under the lock.
-        push_s: Seconds of the last common push over all its servers; with `copies_only`, of the last server.
+        push_s: Seconds of the last common push that a server completed, over all its servers; with `copies_only`, of
+            the last server. 0 before the first.
     """
 
     fleet: Fleet
@@ -139,7 +140,8 @@ class Board:
     def push_settled(self, report: SyncReport) -> None:
         """Every server has acknowledged a common push, or has left it."""
         with self.changed:
-            self.push_s = report.seconds["total"]
+            if report.servers:
+                self.push_s = report.seconds["total"]
             self.add_report(report)
             self.changed.notify_all()
 
@@ -197,8 +199,11 @@ class Board:
                 )
 
     def copy_is_late(self, since: float) -> bool:
-        """Whether a server has waited for a copy since then (`time.monotonic()`) for longer than a push takes."""
-        return self.copy_wanted and time.monotonic() > max(since, self._others_wait_since()) + self.push_s
+        """Whether a server has waited for a copy since then (`time.monotonic()`) for longer than a push takes. False as
+        long as none has ended."""
+        if not (self.copy_wanted and self.push_s):
+            return False
+        return time.monotonic() > max(since, self._others_wait_since()) + self.push_s
 
     def _others_wait_since(self) -> float:
         """When the leader found that servers wait, who need a newer copy. inf if none does."""
