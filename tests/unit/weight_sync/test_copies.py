@@ -205,6 +205,7 @@ def test_a_server_that_freezes_in_a_push_of_its_own_keeps_no_version_from_one_th
     monkeypatch.setattr(worker_module, "HEALTH_S", 0.05)
     with Servers(monkeypatch, [Mode.COMMON, Mode.LOST], False) as servers:
         (stuck, back), (link, _) = servers.fleet.servers, servers.links.values()
+        servers.board.push_s = 0.01  # of one before
         link.thawed.clear()
         servers.publish(1)
         servers.wait_for(1, back)
