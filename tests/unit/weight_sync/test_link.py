@@ -42,7 +42,7 @@ def link(server: ServerThread) -> GroupLink:
 
 def refused(link: GroupLink) -> None:
     with pytest.raises(WeightSyncError, match="weight transfer protocol 0 from the trainer"):
-        link.connect(INFO | {"protocol": 0})
+        link.connect(INFO | {"protocol": 0, "of_another_protocol": True})
 
 
 def accepted(link: GroupLink) -> None:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -60,12 +60,14 @@ class InitInfo:
     plan: list[list[list]]
     adapter: dict[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        if self.protocol != PROTOCOL:
+    def __new__(cls, protocol: int = PROTOCOL, **_: Any) -> Self:
+        """Looks at the protocol before the other fields, which may be others with another one."""
+        if protocol != PROTOCOL:
             raise ValueError(
-                f"weight transfer protocol {self.protocol} from the trainer, {PROTOCOL} here: install the same "
+                f"weight transfer protocol {protocol} from the trainer, {PROTOCOL} here: install the same "
                 "torchtitan-grpo in the trainer's and the server's environment"
             )
+        return super().__new__(cls)
 
 
 @dataclass
