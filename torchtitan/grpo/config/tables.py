@@ -153,12 +153,13 @@ def longest_tokens(config: JobConfig) -> int:
 
 
 def check_lengths(config: JobConfig, positions: int) -> None:
-    """Refuse a held-out set that is longer than a model with so many positions, before a server is started for it.
+    """Refuse a held-out set that is longer than a model with so many positions (0: only its servers know how many),
+    before a server is started for it.
 
     Raises:
         UserError: The message names the set.
     """
-    for each in held_out_sets(config) if config.validation.enable and config.rollout.replicas else ():
+    for each in held_out_sets(config) if positions and config.validation.enable and config.rollout.replicas else ():
         prompt, answer = each.data.max_prompt_tokens, each.max_answer_tokens
         if prompt + answer > positions:
             raise UserError(

@@ -6,6 +6,7 @@ of its own. Weights are safetensors under Hugging Face's names.
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ class ModelSource:
         folder: `model.hf_assets_path`.
         lora: The adapters that are trained; None: all weights are.
         routes: With routing replay: the shape of a sampler's routes.
-        positions: The longest document that the model can read, in tokens.
+        positions: The longest document that a server of the model takes, in tokens; 0 if it may scale them itself.
     """
 
     name: str
@@ -107,7 +108,8 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
         raise UserError(
             f"[training] seq_len = {seq_len} is over this model's maximum of {args.max_seq_len} tokens: lower seq_len"
         )
-    family, positions = get_family(name), args.max_seq_len
+    family, rope = get_family(name), hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
+    positions = 0 if re.search("linear|yarn", str(rope)) else args.max_seq_len
     args = dataclasses.replace(args, max_seq_len=seq_len, **family.of_packed_rows)
     adapter, lora = family.adapter_cls(args, None), None
     if lora_cfg is not None and lora_cfg.enable:
