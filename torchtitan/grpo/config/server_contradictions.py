@@ -30,8 +30,8 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 """Names of arguments and flags whose values are secrets, `_` written as `-`: no answer_key, end_token or max_tokens."""
-_NO_SECRET = re.compile(r"[$A-Z_{}]*")
-"""Values in their place that are none: EMPTY, or the name of a variable."""
+_NO_SECRET = re.compile(r"none|[$A-Z_{}]*|\$?{?[A-Z][A-Z0-9]*_[A-Z0-9_]*}?")
+"""Values in their place that are none: none, EMPTY, or the name of a variable."""
 _STOP_STRINGS_MAX = 32
 """SGLang takes no more for one request."""
 _PACKAGES = {"verifiers": "the name of a taskset", "openenv": "the address of its server"}
