@@ -1,7 +1,9 @@
 """A full disk is one line, wherever it is found; other errors stay what they are."""
 
+import contextlib
 import errno
 import os
+import pickle
 import resource
 
 import pytest
@@ -35,15 +37,20 @@ def test_only_a_checkpoint_that_is_there_is_recommended(tmp_path):
         assert ("nothing was saved" in str(raised.value)) != said
 
 
-def save_over_a_limit(path):
-    """As DCP does, into a file that Python has opened."""
+@contextlib.contextmanager
+def limit_of_a_files_size():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with path.open("wb") as file:
-            torch.save(torch.zeros(100_000), file)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_over_a_limit(path):
+    """As DCP does, into a file that Python has opened."""
+    with limit_of_a_files_size(), path.open("wb") as file:
+        torch.save(torch.zeros(100_000), file)
 
 
 def test_a_limit_of_a_files_size_is_no_full_disk(tmp_path):
@@ -52,6 +59,16 @@ def test_a_limit_of_a_files_size_is_no_full_disk(tmp_path):
     assert str(raised.value).startswith(f"a file in {tmp_path} is over `ulimit -f`, or what its file system")
     assert "raise the limit: --checkpoint.resume then goes on from the newest checkpoint, step 20" in str(raised.value)
     assert no_room(RuntimeError("writing failed on rank 0: File too large")) == errno.EFBIG, "as `Together` says it"
+
+
+def test_what_dcp_tells_other_ranks_has_no_cause(tmp_path):
+    """An error that is pickled loses it."""
+    with pytest.raises(RuntimeError) as raised:
+        save_over_a_limit(tmp_path / "weights")
+    told = pickle.loads(pickle.dumps(raised.value))
+    with limit_of_a_files_size():
+        assert no_room(told) == errno.EFBIG
+    assert no_room(told) == errno.ENOSPC
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +12,17 @@ from pathlib import Path
 from torchtitan.grpo.errors import UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_SAID = re.compile(r"no space left|disk quota exceeded|unexpected pos \d+ vs \d+|PytorchStreamWriter", re.IGNORECASE)
-"""What is left of it in texts: torch's writer of files says only that a file is shorter than it wrote."""
+_SAID = re.compile(r"no space left|disk quota exceeded", re.IGNORECASE)
+"""What is left of it in texts."""
+_TORN = re.compile(r"unexpected pos \d+ vs \d+|PytorchStreamWriter")
+"""torch's writer of files says only that a file is shorter than it wrote."""
 _TOO_LARGE = os.strerror(errno.EFBIG)
 
 
 def no_room(error: BaseException) -> int:
     """What the write lacked that it comes from: room on the disk (ENOSPC), a higher limit of a file's size (EFBIG) or
-    neither (0). torch says the same of both, and the system's error is behind it.
+    neither (0). torch says the same of both. The system's error is behind it, unless DCP has sent it to other ranks: a
+    limit that is set is then what it was.
     """
     causes: list[BaseException] = []
     cause: BaseException | None = error
@@ -28,7 +32,11 @@ def no_room(error: BaseException) -> int:
     numbers = {each.errno for each in causes if isinstance(each, OSError)}
     if errno.EFBIG in numbers or any(_TOO_LARGE in str(each) for each in causes):
         return errno.EFBIG
-    return errno.ENOSPC if numbers & _FULL or any(_SAID.search(str(each)) for each in causes) else 0
+    if numbers & _FULL or any(_SAID.search(str(each)) for each in causes):
+        return errno.ENOSPC
+    limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    torn = any(_TORN.search(str(each)) for each in causes)
+    return (errno.EFBIG if limited else errno.ENOSPC) if torn else 0
 
 
 def is_disk_full(error: BaseException) -> bool:
