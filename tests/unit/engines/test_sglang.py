@@ -119,6 +119,11 @@ def test_an_old_sglang_is_not_asked_to_drop_prefixes_while_answers_wait(info, re
 def test_all_of_a_servers_workers_take_part_in_an_update():
     assert Answering(tp_size=4, pp_size=2, dp_size=1).world_size() == 8
     assert Answering().world_size() == 1
+    control, found = Answering(startup_time=1.0), []
+    for control._info["startup_time"] in (1.0, 1.0, 2.0, 2.0):
+        control.world_size()
+        found.append(control.started_anew)
+    assert found == [True, False, True, False]
 
 
 def test_an_nccl_error_says_what_to_change():

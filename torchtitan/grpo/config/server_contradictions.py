@@ -26,10 +26,12 @@ _INSTEAD = {
 }
 """What to write in place of a server's flag."""
 _SECRET = re.compile(
-    r"(^|-)((api|access|auth|private|secret|admin)-?key|(^|hf|api|access|auth|bearer)-?token|secret|pass(word|wd|phrase))$",
+    r"(^|-)((api|access|auth|private|secret|admin)-?key|(hf|api|access|auth|bearer|github)-?token|client-?secret|"
+    r"pass(word|wd|phrase))$",
     re.IGNORECASE,
 )
-"""Names of arguments and flags whose values are secrets, `_` written as `-`: no answer_key, end_token or max_tokens."""
+"""Names of arguments and flags whose values are secrets, `_` written as `-`: no answer_key, end_token or max_tokens, no
+secret or token of a game."""
 _NO_SECRET = re.compile(r"none|[$A-Z_{}]*|\$?{?[A-Z][A-Z0-9]*_[A-Z0-9_]*}?")
 """Values in their place that are none: none, EMPTY, or the name of a variable."""
 _STOP_STRINGS_MAX = 32

@@ -36,6 +36,9 @@ class SglangControl(HttpControl):
         self.comparable: dict[str, list[str]] = {}
         """Tensors whose checksum has been the trainer's, by SGLang's names, and what each is made of; see
         `weight_sync.held`."""
+        self.started_anew = True
+        """Whether the server has been started since the connection before this one, perhaps with other flags."""
+        self._startup_time: Any = None
 
     def info(self) -> dict[str, Any]:
         """The server's resolved arguments and its version."""
@@ -56,6 +59,8 @@ class SglangControl(HttpControl):
                 f"{self.url}: --dp-size {info['dp_size']}: SGLang cannot update data-parallel replicas; start one "
                 "server for each, and list them all in [rollout] urls"
             )
+        before, self._startup_time = self._startup_time, info.get("startup_time")
+        self.started_anew = before is None or self._startup_time != before
         self.workers = (info.get("tp_size") or 1) * (info.get("pp_size") or 1)
         return self.workers
 

@@ -120,9 +120,10 @@ class SglangChecksums:
         told = {name: held[name] == expected for name, expected in self._expected.items() if name in held}
         equal, known = {name for name, is_equal in told.items() if is_equal}, self._control.comparable
         if wrong := sorted(name for name in told.keys() & known.keys() if name not in equal):
-            if is_first:  # the server may have been started again with other flags: then it is learnt anew
+            may_differ = is_first and self._control.started_anew  # in its flags: then it is learnt anew
+            if may_differ:
                 self._control.comparable = {}
-            if not is_first or equal & known.keys():
+            if not may_differ or equal & known.keys():
                 raise RuntimeError(f"{len(wrong)} of {len(told)} tensors are not those sent, such as {wrong[0]}")
         self._control.comparable |= {name: self._parts[name] for name in equal}
         return len(equal)
