@@ -930,7 +930,9 @@ def test_a_key_in_the_wrong_place_is_not_shown(flags, says):
 def test_what_only_looks_like_a_key_is_none():
     flags = "--rollout.server_flags=--max-num-batched-tokens,8192,--hf-token,--ssl-keyfile,key.pem"
     args = '{"api_key_env": "JUDGE", "api_key": "EMPTY", "answer_key": "gold", "end_token": "</s>", "max_tokens": 9,'
-    args += ' "secret": "banana", "judges": [{"api_key": "none"}, {"api_key": "JUDGE_2_KEY"}, {"api_key": "${S3_KEY}"}]}'
+    args += (
+        ' "secret": "banana", "judges": [{"api_key": "none"}, {"api_key": "JUDGE_2_KEY"}, {"api_key": "${S3_KEY}"}]}'
+    )
     config = load_config([*MODEL, *OWN_VLLM, flags, "--rollout.environment", "a:b", ARGS, args])
     assert len(config.rollout.environment_args) == 7
 
