@@ -47,7 +47,12 @@ def said(error: BaseException, most: int = 500) -> str:
         text = str(error)
     except Exception:
         return f"(what {type(error).__name__} says cannot be read)"
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:most])
+    return written_out(text[:most], "\n")
+
+
+def written_out(text: str, kept: str = "") -> str:
+    """A text with its control characters written out, but for those in `kept`."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def shown(value: object) -> str:

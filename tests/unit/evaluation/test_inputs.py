@@ -18,7 +18,7 @@ from torchtitan.grpo.data.load import load_held_out
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.evaluation.inputs import check_lengths, check_not_trained_on, evaluation_config
+from torchtitan.grpo.evaluation.inputs import check_not_trained_on, check_prompts_fit, evaluation_config
 from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.servers.plan import planned_servers
 
@@ -215,7 +215,7 @@ def test_a_set_longer_than_the_model_is_refused_unless_its_positions_are_scaled(
             UserError, match=r"set 'far': a prompt of 9 tokens and max_answer_tokens = 504 are over .*512"
         )
         with said if refused else contextlib.nullcontext():
-            check_lengths(sets, tmp_path)
+            check_prompts_fit(sets, tmp_path)
 
 
 def test_an_unknown_flag_is_named(tmp_path):

@@ -1,6 +1,5 @@
 """A full disk is one line, wherever it is found; other errors stay what they are."""
 
-import contextlib
 import errno
 import os
 import pickle
@@ -9,6 +8,7 @@ import resource
 import pytest
 import torch
 
+from tests.helpers.files import limited
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.disk_full import disk_full_in_one_line, is_disk_full, no_room
 
@@ -37,19 +37,9 @@ def test_only_a_checkpoint_that_is_there_is_recommended(tmp_path):
         assert ("nothing was saved" in str(raised.value)) != said
 
 
-@contextlib.contextmanager
-def limit_of_a_files_size():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def save_over_a_limit(path):
     """As DCP does, into a file that Python has opened."""
-    with limit_of_a_files_size(), path.open("wb") as file:
+    with limited(resource.RLIMIT_FSIZE, 100_000), path.open("wb") as file:
         torch.save(torch.zeros(100_000), file)
 
 
@@ -66,7 +56,7 @@ def test_what_dcp_tells_other_ranks_has_no_cause(tmp_path):
     with pytest.raises(RuntimeError) as raised:
         save_over_a_limit(tmp_path / "weights")
     told = pickle.loads(pickle.dumps(raised.value))
-    with limit_of_a_files_size():
+    with limited(resource.RLIMIT_FSIZE, 100_000):
         assert no_room(told) == errno.EFBIG
     assert no_room(told) == errno.ENOSPC
 

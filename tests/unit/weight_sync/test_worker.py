@@ -132,11 +132,8 @@ def test_two_stragglers_of_one_drop_take_part_in_later_pushes(make):
     until(lambda: len(servers.fleet.eligible(2)) == 3)
 
 
-@pytest.mark.parametrize("newest", [1, 2])
-def test_a_server_that_finishes_as_it_is_dropped_is_not_left_out(make, newest):
-    """It has the whole version. It enters traffic if that is the newest."""
-    servers = make([Link(0.0)])
-    (worker,) = servers.workers
+def updates_on_demand(link: Link) -> tuple[threading.Event, threading.Event]:
+    """Its next updates have begun, and may end."""
     begun, finish = threading.Event(), threading.Event()
 
     def update(feed, buckets: list, num_buffers: int) -> dict[str, float]:
@@ -144,7 +141,16 @@ def test_a_server_that_finishes_as_it_is_dropped_is_not_left_out(make, newest):
         assert finish.wait(10)
         return {"total": 1.0}
 
-    worker.link.update = update
+    link.update = update
+    return begun, finish
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+def test_a_server_that_finishes_as_it_is_dropped_is_not_left_out(make, newest):
+    """It has the whole version. It enters traffic if that is the newest."""
+    servers = make([Link(0.0)])
+    (worker,) = servers.workers
+    begun, finish = updates_on_demand(worker.link)
     push = servers.board.begin_push(lambda urls, on_drop: Push(1, 1, 1, urls, LATE_S, on_drop))
     assert begun.wait(10)
     with servers.board.lock:
@@ -333,14 +339,7 @@ def test_a_server_that_is_listed_again_is_left_alone_until_its_last_update_has_e
     monkeypatch.setattr(worker_module, "_BACKOFF_S", 0.01)
     servers = make([Link(0.0)])
     board, (old,) = servers.board, servers.workers
-    begun, finish = threading.Event(), threading.Event()
-
-    def update(feed, buckets: list, num_buffers: int) -> dict[str, float]:
-        begun.set()
-        assert finish.wait(10)
-        return {"total": 1.0}
-
-    old.link.update = update
+    begun, finish = updates_on_demand(old.link)
     board.begin_push(lambda urls, on_drop: Push(1, 1, 1, urls, LATE_S, on_drop))
     assert begun.wait(10)
     board.timeout_s = 0.1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, written_out
 from torchtitan.grpo.reporting.step_lines import read_lines
 
 BOLD, DIM, RED, GREEN, CYAN = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\033[36m"
@@ -71,8 +71,7 @@ def lines_of(sample: dict[str, Any]) -> Iterator[tuple[str, str]]:
     texts = sample | {"answer": marked(sample["answer"], sample.get("given", []))}
     for label, colour in (("prompt", DIM), ("answer", ""), ("reference", CYAN)):
         # Drop the white space that a chat template puts around a text.
-        shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in texts[label].strip())
-        first, *rest = shown.split("\n")
+        first, *rest = written_out(texts[label].strip(), "\n\t").split("\n")
         yield colour, f"  {label:>9} | {first}"
         yield from ((colour, f"  {'':>9} | {line}") for line in rest)
     yield "", ""

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import Prompts
 from torchtitan.grpo.data.samples import Conversation, Prompt
+from torchtitan.grpo.errors import written_out
 
 SHOWN_CHARS = 2000
 """Of a prompt. What is between its beginning and its end is left out."""
@@ -38,5 +39,4 @@ def visible(text: str) -> list[str]:
     if (left_out := len(text) - SHOWN_CHARS) > 0:
         half = SHOWN_CHARS // 2
         text = f"{text[:half]}[... {left_out:,} characters ...]{text[-half:]}"
-    lines = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text.splitlines(keepends=True)]
-    return [f"  {line}" for line in lines]
+    return [f"  {written_out(line)}" for line in text.splitlines(keepends=True)]

@@ -38,7 +38,7 @@ class SglangControl(HttpControl):
         `weight_sync.held`."""
         self.started_anew = True
         """Whether the server has been started since the connection before this one, perhaps with other flags."""
-        self._startup_time: Any = None
+        self._startup_time: float | None = None
 
     def info(self) -> dict[str, Any]:
         """The server's resolved arguments and its version."""

@@ -28,6 +28,7 @@ from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.rows import row_keys
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.hf_config import read_json, served_positions
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -166,15 +167,15 @@ def _name(path: Path) -> str:
     return re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
 
 
-def check_lengths(sets: list[HeldOut], folder: Path) -> None:
-    """Refuse a set that is longer than the model, before a server is started. Scaled positions are the server's to say.
+def check_prompts_fit(sets: list[HeldOut], folder: Path) -> None:
+    """Refuse a set that is longer than the model in this folder, before a server is started.
 
     Raises:
         UserError: The message names the set.
     """
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    positions, rope = raw.get("max_position_embeddings"), raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    for each in sets if positions and "factor" not in str(rope) else ():
+    raw = read_json(folder / "config.json")
+    positions = served_positions(raw, raw.get("max_position_embeddings") or 0)
+    for each in sets if positions else ():
         prompt = max(len(prompt.token_ids) for prompt in each.prompts)
         if prompt + each.max_answer_tokens > positions:
             raise UserError(

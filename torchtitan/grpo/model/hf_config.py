@@ -6,6 +6,8 @@ by name.
 
 import copy
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,13 @@ def _language_model(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], Pr
     config.tie_word_embeddings = whole.tie_word_embeddings
     kept = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
     return {key: raw[key] for key in kept if key in raw} | raw["text_config"], config
+
+
+def served_positions(raw: Mapping[str, Any], positions: int) -> int:
+    """How many tokens a server of this config.json takes, whose model has so many `positions`; 0 if a server may scale
+    them."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    return 0 if re.search("linear|dynamic|yarn", str(rope)) else positions
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ of its own. Weights are safetensors under Hugging Face's names.
 
 import dataclasses
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
 from torchtitan.grpo.model.families import MODEL_TYPES, Family, ModelArgs, get_family
 from torchtitan.grpo.model.finite import bad_weights
-from torchtitan.grpo.model.hf_config import from_folder
+from torchtitan.grpo.model.hf_config import from_folder, served_positions
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
 from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 from torchtitan.grpo.model.replay import route_shape
@@ -108,8 +107,7 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
         raise UserError(
             f"[training] seq_len = {seq_len} is over this model's maximum of {args.max_seq_len} tokens: lower seq_len"
         )
-    family, rope = get_family(name), hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
-    positions = 0 if re.search("linear|yarn", str(rope)) else args.max_seq_len
+    family, positions = get_family(name), served_positions(hf_config, args.max_seq_len)
     args = dataclasses.replace(args, max_seq_len=seq_len, **family.of_packed_rows)
     adapter, lora = family.adapter_cls(args, None), None
     if lora_cfg is not None and lora_cfg.enable:

@@ -333,8 +333,9 @@ def row_loss(
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     importance, clipped = _importance(trainer_logprobs, row.sampler_logprobs, row.sample_ids, grpo)
-    old = row.sampler_logprobs, row.advantages, row.ages, grpo, rounded
-    past = past_the_clip(logprobs, *old) if max_age else None
+    past = None
+    if max_age:
+        past = past_the_clip(logprobs, row.sampler_logprobs, row.advantages, row.ages, grpo, rounded)
     loss, sums = policy_loss(
         logprobs,
         row.sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
