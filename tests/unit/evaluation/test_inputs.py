@@ -209,7 +209,9 @@ def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused,
 def test_a_set_longer_than_the_model_is_refused_unless_its_positions_are_scaled(tmp_path):
     sets = [HeldOut("far", [Prompt(0, [1] * 5, ""), Prompt(1, [1] * 9, "")], 1, 1.0, 504)]
     raw = json.loads((TINY_QWEN3 / "config.json").read_text()) | {"max_position_embeddings": 512}
-    for changed, refused in (({}, True), ({"max_position_embeddings": 513}, False), ({"rope_parameters": YARN}, False)):
+    dynamic, longer = {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": 513}
+    scaled = [({"rope_parameters": rope}, False) for rope in (YARN, dynamic)]
+    for changed, refused in (({}, True), (longer, False), *scaled):
         (tmp_path / "config.json").write_text(json.dumps(raw | changed))
         said = pytest.raises(
             UserError, match=r"set 'far': a prompt of 9 tokens and max_answer_tokens = 504 are over .*512"

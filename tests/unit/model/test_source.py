@@ -143,7 +143,7 @@ def test_plain_rope_of_transformers_4_is_not_scaled(llama):
     torch.testing.assert_close(model.freqs_cis, torch.polar(torch.ones(128, 4), angles), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize(("kind", "positions"), [("linear", 0), ("dynamic", 0), ("yarn", 0), ("default", 128)])
+@pytest.mark.parametrize(("kind", "positions"), [("linear", 0), ("yarn", 0), ("default", 128)])
 def test_positions_that_servers_scale_are_theirs_to_say(qwen3, kind, positions):
     edit_config(qwen3, rope_parameters={"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0})
     section = SimpleNamespace(hf_assets_path=str(qwen3), weights="hf", implementation="transformers")
