@@ -51,6 +51,7 @@ def train(
     together: int,
     offload: bool = False,
     mlp_chunk: int = 0,
+    rounded: bool = False,
 ) -> list[list[float]]:
     """[[loss, gradient norm]] of each step. `together`: how many blocks are one FSDP2 group."""
     parallelize.blocks_together = lambda *_: together
@@ -74,7 +75,7 @@ def train(
     dims = ParallelDims(replicas, world // (tp * cp) // replicas, cp, tp, 1, ep, 1, world)
     data_rank = dims.get_mesh("batch").get_local_rank() if world // (tp * cp) > 1 else 0
     source = resolve_model(SimpleNamespace(hf_assets_path=folder, weights="hf"), 64)
-    model = build_model(source, config, dims, torch.device("cpu"))
+    model = build_model(source, config, dims, torch.device("cpu"), rounded=rounded)
     load_hf_weights(model, source, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     packed = pack(make_samples(source.model_args.vocab_size), row_tokens, world // (tp * cp), tp * cp)[data_rank]

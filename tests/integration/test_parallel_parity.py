@@ -88,6 +88,7 @@ OF_EXPERTS = [{}, {"ep": 2, "checkpointing": "selective"}, {"ep": 4, "reduce_onc
 OF_EXPERTS += [{"ep": 2, "checkpointing": "full", "offload": True}]
 OF_EXPERTS = [way | {"row_tokens": 32} for way in OF_EXPERTS]
 TP_BFLOAT16 = {"tp": 2, "computed": "bfloat16"}
+ROUNDED = [way | {"rounded": True} for way in ({}, {"tp": 2}, {"checkpointing": "full"})]
 BFLOAT16 = [{"row_tokens": 32, "computed": "bfloat16", "reduce_once": once} for once in (False, True)]
 ONCE = {
     "sharded": (2, reduced_once(tp=1, replicas=1)),
@@ -101,8 +102,8 @@ WAYS: dict[tuple[str, int], list[dict[str, Any]]] = {
     ("qwen3-tied", 4): [*MIXED, *(way for ranks, ways in ONCE.values() if ranks == 4 for way in ways)],
     ("llama-tied", 1): [{}],
     ("llama-tied", 2): SHARDED,
-    ("qwen2-untied", 1): [{}, *BFLOAT16],
-    ("qwen2-untied", 2): SHARDED,
+    ("qwen2-untied", 1): [{}, ROUNDED[0], *BFLOAT16],
+    ("qwen2-untied", 2): [*SHARDED, *ROUNDED],
     ("qwen3_moe-untied", 1): [{}],
     ("qwen3_moe-untied", 4): OF_EXPERTS,
 }
@@ -156,6 +157,14 @@ def test_four_ranks_equal_one_process(trained):
     assert_equal(trained, "qwen3-tied", 4, MIXED)
     for way, offloaded in OFFLOADED:
         assert torch.equal(trained("qwen3-tied", 4, offloaded), trained("qwen3-tied", 4, way))
+
+
+def test_ranks_round_weights_as_one_process_does(trained):
+    alone = trained("qwen2-untied", 1, ROUNDED[0])
+    assert (alone[0] - trained("qwen2-untied", 1, {})[0]).abs().max() > 1e-3
+    for way in ROUNDED:
+        found = trained("qwen2-untied", 2, way)
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
 def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(trained):

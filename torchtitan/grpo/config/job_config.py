@@ -245,8 +245,8 @@ class Rollout:
     server_flags: Annotated[list[str], Needs("rollout.replicas")] = field(default_factory=list)
     """Further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
     quantization: Annotated[Literal["none", "fp8"], _QUANTIZES] = "none"
-    """`fp8`: the servers quantize the linear layers of each version that they get; those of `urls` by their own flags
-    (docs/engines.md)."""
+    """`fp8`: servers quantize the linear layers of each version, those of `urls` by their own flags, and the trainer
+    rounds its weights alike (docs/engines.md)."""
     urls: list[str] = field(default_factory=list)
     """Base addresses of running servers."""
     urls_file: str = ""

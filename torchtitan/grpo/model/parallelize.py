@@ -30,6 +30,7 @@ from torchtitan.grpo.model.flash_operator import KEPT_BY_SELECTIVE_CHECKPOINTING
 from torchtitan.grpo.model.lora import add_adapters, init_adapters
 from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 from torchtitan.grpo.model.packed import make_packed
+from torchtitan.grpo.model.rounded_weights import round_weights
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.utils import set_default_dtype
 
@@ -68,7 +69,13 @@ def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
 
 
 def build_model(
-    source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device, *, trainable: bool = True
+    source: ModelSource,
+    config: JobConfig,
+    dims: ParallelDims,
+    device: torch.device,
+    *,
+    trainable: bool = True,
+    rounded: bool = False,
 ) -> nn.Module:
     """Build, shard and randomly initialise a model that takes packed rows (see `packed.make_packed`).
 
@@ -78,6 +85,7 @@ def build_model(
     Args:
         source: Which model, from `source.resolve_model`.
         trainable: False for a reference model: no gradients, no activation checkpointing.
+        rounded: Compute with weights that are rounded as servers in FP8 round them.
     """
     lora, held = source.lora, TORCH_DTYPE_MAP[config.training.dtype]
     base = TORCH_DTYPE_MAP[config.training.mixed_precision_param] if lora else held
@@ -91,6 +99,8 @@ def build_model(
         source.family.apply_expert_parallel(model, ep_mesh)
     if lora:
         add_adapters(model, lora, held)
+    if rounded:
+        round_weights(model)
     compiled = config.compile.enable
     cp_mesh = dims.get_optional_mesh("cp")
     make_packed(

@@ -56,7 +56,8 @@ class Policy:
         link_free: Callable[[], bool] = lambda: True,
     ) -> None:
         self._config = config
-        self.model = build_model(source, config, dims, device)
+        build = partial(build_model, source, config, dims, device, rounded=config.rollout.quantization != "none")
+        self.model = build()
         self.reduce_once = reduces_once(config.training.reduce_gradients, self.model)
         data_ranks = dims.dp_replicate * dims.dp_shard
         self.attention_tokens = attention_tokens(self.model) if data_ranks > 1 else math.inf
@@ -67,7 +68,7 @@ class Policy:
         self.lr_schedulers = schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
         self.reference = None
         if config.grpo.kl_coef > 0 and not config.lora.enable:
-            self.reference = build_model(source, config, dims, device, trainable=False)
+            self.reference = build(trainable=False)
         inputs = getattr(self.model, "block_inputs", None)
         self.offload = Offloading(config.offload, self.optimizers, self.reference, device, link_free, inputs)
 
