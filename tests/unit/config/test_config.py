@@ -552,6 +552,13 @@ BAD_TOML = {
     ),
     "optimizer": ("[optimizer]\nname = 'Muon'", '[optimizer] name = "Muon"', "AdamW or Adam"),
     "flavor": ("[model]\nflavor = '0.6B'", '[model] flavor = "0.6B" is not supported', "leave it out"),
+    "torchtitan's example": (
+        "[model]\nname = 'llama3'\nflavor = 'debugmodel'\n[training]\ndataset = 'c4_test'\nlocal_batch_size = 8",
+        '[model] name = "llama3" is not supported',
+        '[model] flavor = "debugmodel" is not supported',
+        '[training] dataset = "c4_test" is not supported',
+        "[training] local_batch_size = 8 is not supported",
+    ),
     "shards": (
         "[parallelism]\ndata_parallel_shard_degree = 0",
         "[parallelism] data_parallel_shard_degree = 0",
@@ -632,6 +639,7 @@ BAD_FLAGS = {
     "negated number": (["--grpo.no-group_size"], "--grpo.no-group_size", "did you mean --grpo.group_size?"),
     "list entry": (["--rollout.stop_token_ids", "1,x"], "[rollout] stop_token_ids", "entry 1"),
     "range": (["--grpo.group_size", "1"], "[grpo] group_size = 1", "at least 2"),
+    "torchtitan's default": (["--model.name", "llama3"], '[model] name = "llama3"', "leave it out"),
     "unsupported": (["--training.dataset", "c4"], "[training] dataset", "prompts come from [data]"),
     "no such file": (["--job.config_file", "/no/such.toml"], "/no/such.toml", "cannot be read"),
 }

@@ -42,6 +42,15 @@ UNSUPPORTED: dict[str, str] = {
     "validation.steps": "use validation.prompts and samples_per_prompt",
 }
 """Why some of torchtitan's keys have no effect. A section covers its keys; a final `_` covers a prefix."""
+_EXAMPLE = (
+    "model.name",
+    "model.flavor",
+    "training.dataset",
+    "training.local_batch_size",
+    "validation.dataset",
+    "validation.local_batch_size",
+)
+"""Those whose defaults are torchtitan's example of a run: they say what is not so here."""
 
 
 def unsupported_by(path: str) -> str:
@@ -59,10 +68,11 @@ def honoured_keys() -> tuple[Key, ...]:
 
 
 def check_unsupported(given: dict[str, Any]) -> list[str]:
-    """Refuse keys that would be ignored, unless the value given is the default."""
+    """Refuse keys that would be ignored, unless the value given is a default that says what is so here, too."""
     messages = []
     for path, value in given.items():
         why = unsupported_by(path)
-        if why and value != keys()[path].default and (path, value) != ("job.custom_config_module", MODULE):
+        is_so = value == keys()[path].default and path not in _EXAMPLE
+        if why and not is_so and (path, value) != ("job.custom_config_module", MODULE):
             messages.append(f"{label(path)} = {show(value)} is not supported: {why}")
     return messages
