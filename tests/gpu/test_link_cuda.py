@@ -8,7 +8,8 @@ import torch
 
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.weight_sync.link import GroupLink, Pause, WeightSyncError
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.link import GroupLink, Pause
 
 
 def test_refused_connections_leave_no_thread_in_nccl():
@@ -18,7 +19,7 @@ def test_refused_connections_leave_no_thread_in_nccl():
     info = {"protocol": 0, "run": "r", "num_buffers": 1, "plan": []}
     try:
         for _ in range(10):
-            with pytest.raises(WeightSyncError, match="weight transfer protocol 0 from the trainer"):
+            with pytest.raises(UserError, match="weight transfer protocol 0 from the trainer"):
                 link.connect(info)
         deadline = time.monotonic() + 5
         while any(thread.name == "weight-sync-join" for thread in threading.enumerate()):

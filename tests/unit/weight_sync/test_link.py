@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import FolderLink
-from torchtitan.grpo.weight_sync.link import GroupLink, Pause, ServerLink, WeightSyncError
+from torchtitan.grpo.weight_sync.link import GroupLink, Pause, ServerLink
 from torchtitan.grpo.weight_sync.push import Dropped
 from torchtitan.grpo.weight_sync.sglang_adapter_link import SglangAdapterLink
 from torchtitan.grpo.weight_sync.sglang_link import SglangFolderLink, SglangLink
+from torchtitan.grpo.weight_wire import receiver
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_from_json, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.version_names import own_run
@@ -41,8 +44,8 @@ def link(server: ServerThread) -> GroupLink:
 
 
 def refused(link: GroupLink) -> None:
-    with pytest.raises(WeightSyncError, match="weight transfer protocol 0 from the trainer"):
-        link.connect(INFO | {"protocol": 0, "of_another_protocol": True})
+    with pytest.raises(UserError, match=f"weight transfer protocol 0 from the trainer, {PROTOCOL} on the server"):
+        link.connect(INFO | {"protocol": 0, "of_another_protocol": True, "adapter": {"of_another_protocol": True}})
 
 
 def accepted(link: GroupLink) -> None:
@@ -53,6 +56,19 @@ def accepted(link: GroupLink) -> None:
 def used() -> tuple[int, int]:
     """Threads and file descriptors of this process."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@dataclass
+class InitInfo(receiver.InitInfo):
+    """Of protocol 3, which had one more field and did not look at the protocol first."""
+
+    verify: bool = field(kw_only=True)
+
+
+def test_an_earlier_server_is_told_by_the_field_that_it_misses(link: GroupLink, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(receiver, "InitInfo", InitInfo)
+    with pytest.raises(UserError, match=f"protocol {PROTOCOL} from the trainer, 3 or an earlier one on the server"):
+        link.connect(INFO)
 
 
 @pytest.mark.parametrize("attempt", [refused, accepted])

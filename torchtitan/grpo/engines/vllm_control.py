@@ -12,7 +12,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.backend import BACKEND, FINGERPRINTS
 from torchtitan.grpo.inside_vllm.before_vllm_0_32 import token_of
 from torchtitan.grpo.weight_wire.model_identity import KEY, ModelIdentity, identity, identity_of_folder
-from torchtitan.grpo.weight_wire.refusals import ADAPTERS, ELSEWHERE
+from torchtitan.grpo.weight_wire.refusals import ADAPTERS, ELSEWHERE, PROTOCOL, PROTOCOLS, other_protocol
 from torchtitan.grpo.weight_wire.version_names import OWNED
 
 logger = logging.getLogger(__name__)
@@ -180,14 +180,16 @@ class VllmControl(HttpControl):
                 f"{self.url}: does not tell the likeliest tokens: {said}. Lower [grpo] score_centering, or start vLLM "
                 "with a higher --max-logprobs"
             )
-        if phase == "connect" and OWNED in said:
-            raise UserError(f"{self.url}: {said[said.index(OWNED) :]}")
-        if phase == "connect" and ADAPTERS in said:
-            why = said[said.index(ADAPTERS) :].partition(_VLLM_ADDS)[0]
-            raise UserError(f"{self.url}: {why}")
-        if phase == "connect" and ELSEWHERE in said:
-            raise UserError(f'{self.url}: {said[said.index(ELSEWHERE) :]}. Set [weight_sync] transport = "auto"')
-        if phase == "connect" and any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
+        if phase != "connect":
+            return
+        if _OTHER_FIELDS in said:  # the plug-ins before protocol 4 did not look at the protocol first
+            said = other_protocol(PROTOCOL, "3 or an earlier one")
+        for mark in (OWNED, ADAPTERS, ELSEWHERE, PROTOCOLS):
+            if mark in said:
+                why = said[said.index(mark) :].partition(_VLLM_ADDS)[0]
+                mend = '. Set [weight_sync] transport = "auto"' * (mark == ELSEWHERE)
+                raise UserError(f"{self.url}: {why}{mend}")
+        if any(m in said for m in _WRONG_BACKEND):
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "
                 f"environment and start it with --weight-transfer-config '{json.dumps({'backend': BACKEND})}'."
@@ -201,4 +203,6 @@ def served_identity(model: dict[str, Any]) -> ModelIdentity:
 
 
 _VLLM_ADDS = "', please check the stack trace"
+_OTHER_FIELDS = " InitInfo.__init__()"
+"""Of `receiver.InitInfo`; other engines have longer names."""
 _WRONG_BACKEND = ("Weight transfer not configured", "Invalid init_info for")

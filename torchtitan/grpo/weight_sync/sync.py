@@ -27,7 +27,7 @@ from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 from torchtitan.grpo.weight_wire.buckets import NUM_BUFFERS, bucket_bytes, plan_to_json
-from torchtitan.grpo.weight_wire.receiver import PROTOCOL
+from torchtitan.grpo.weight_wire.refusals import PROTOCOL
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
 from torchtitan.grpo.weight_wire.transport import in_thread
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS

@@ -27,13 +27,13 @@ import torch
 
 from torchtitan.grpo.weight_wire.bucket_files import read_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checksums, plan_from_json
+from torchtitan.grpo.weight_wire.refusals import PROTOCOL, other_protocol
 from torchtitan.grpo.weight_wire.rendezvous import address_towards, join_store
 from torchtitan.grpo.weight_wire.shared_memory import Shared
 from torchtitan.grpo.weight_wire.transport import Group, wait
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 from torchtitan.grpo.weight_wire.version_names import lives, owned_by
 
-PROTOCOL = 4
 ACK_FIELDS = 5
 """Per rank: 1 if every check passed, weight version, tensor count, payload bytes, combined checksum."""
 
@@ -63,10 +63,7 @@ class InitInfo:
     def __new__(cls, protocol: int = PROTOCOL, **_: Any) -> Self:
         """Looks at the protocol before the other fields, which may be others with another one."""
         if protocol != PROTOCOL:
-            raise ValueError(
-                f"weight transfer protocol {protocol} from the trainer, {PROTOCOL} here: install the same "
-                "torchtitan-grpo in the trainer's and the server's environment"
-            )
+            raise ValueError(other_protocol(protocol, PROTOCOL))
         return super().__new__(cls)
 
 

@@ -222,19 +222,22 @@ class EmbeddedApp:
 
     async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
         # Imported here: a server that never gets an update does not need process groups.
-        from torchtitan.grpo.weight_wire.receiver import Receiver
+        from torchtitan.grpo.weight_wire.receiver import InitInfo, Receiver
         from torchtitan.grpo.weight_wire.transport import in_thread
 
         init_info = (await bodies.json_of(http)).get("init_info")
         if not isinstance(init_info, dict):
             raise BadRequest("init_info must be an object")
+        info = InitInfo(**init_info)
         before = self._receiver
         if before is not None:
-            await asyncio.to_thread(before.yield_to, str(init_info.get("run")))
+            await asyncio.to_thread(before.yield_to, info.run)
             if self._receiver is before:
                 self._receiver = None
-        if init_info.get("adapter") is not None:
-            await asyncio.to_thread(self._check_adapters, init_info)
+        if info.adapter is not None:
+            names = [entry[0] for bucket in info.plan for entry in bucket]
+            adapter = AdapterInfo(**info.adapter)
+            await asyncio.to_thread(check_adapters, self.generator.model, self.model_name, adapter, names)
         # A trainer may never join. Generation does not wait for it, and a newer connection takes its place.
         joining = self._joining = in_thread(lambda: Receiver(init_info, self.generator.model.device), "weight-transfer")
         try:
@@ -247,10 +250,6 @@ class EmbeddedApp:
             raise BadRequest("another trainer has connected since")
         self._receiver = receiver
         return web.json_response({"message": "Weight transfer initialized"})
-
-    def _check_adapters(self, init_info: dict) -> None:
-        names = [entry[0] for bucket in init_info["plan"] for entry in bucket]
-        check_adapters(self.generator.model, self.model_name, AdapterInfo(**init_info["adapter"]), names)
 
     async def start_weight_update(self, _: web.Request) -> web.Response:
         if self._receiver is None:
