@@ -13,8 +13,9 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.weight_sync import worker as worker_module
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
+from torchtitan.grpo.weight_sync.copies import VersionCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
-from torchtitan.grpo.weight_sync.push import Push, VersionCopy
+from torchtitan.grpo.weight_sync.push import Push
 from torchtitan.grpo.weight_sync.sync_thread import Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 

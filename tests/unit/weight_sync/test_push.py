@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.push import Dropped, MemoryCopy, Push
+from torchtitan.grpo.weight_sync.copies import MemoryCopy
+from torchtitan.grpo.weight_sync.push import Dropped, Push
 
 BYTES = 64
 EXPECTED = [1, 7, 3, BYTES, 99]

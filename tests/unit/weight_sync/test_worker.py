@@ -12,8 +12,9 @@ from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.weight_sync import worker as worker_module
 from torchtitan.grpo.weight_sync.board import Board, Mode
+from torchtitan.grpo.weight_sync.copies import VersionCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
-from torchtitan.grpo.weight_sync.push import Push, VersionCopy
+from torchtitan.grpo.weight_sync.push import Push
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 
 LATE_S = 0.05

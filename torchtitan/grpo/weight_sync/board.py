@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.push_report import SyncReport
+from torchtitan.grpo.weight_sync.copies import VersionCopy
 from torchtitan.grpo.weight_sync.link import Pause
-from torchtitan.grpo.weight_sync.push import Push, VersionCopy
+from torchtitan.grpo.weight_sync.push import Push
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 if TYPE_CHECKING:  # workers import the board

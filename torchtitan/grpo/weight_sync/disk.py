@@ -26,8 +26,8 @@ from typing import TextIO
 import torch
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.copies import VersionCopy
 from torchtitan.grpo.weight_sync.link import ReceiverLink
-from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, block_layers, peft_config
 from torchtitan.grpo.weight_wire.bucket_files import check_bucket, write_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket

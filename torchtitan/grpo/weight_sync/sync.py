@@ -17,11 +17,11 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.board import Board, Mode
+from torchtitan.grpo.weight_sync.copies import MemoryCopy, VersionCopy
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.published import PublishedWeights
-from torchtitan.grpo.weight_sync.push import MemoryCopy, VersionCopy
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker

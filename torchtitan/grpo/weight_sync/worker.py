@@ -17,8 +17,9 @@ from torchtitan.grpo.engines.protocol import EngineError, LocalError
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
+from torchtitan.grpo.weight_sync.copies import VersionCopy
 from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
-from torchtitan.grpo.weight_sync.push import Dropped, Push, VersionCopy
+from torchtitan.grpo.weight_sync.push import Dropped, Push
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 from torchtitan.grpo.weight_wire.version_names import origin, version_of
 
