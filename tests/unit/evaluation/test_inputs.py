@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 from functools import partial
@@ -13,17 +14,16 @@ from tests.helpers import ROOT, TINY_QWEN3
 from torchtitan.grpo.config.job_config import Distill
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
-from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import load_held_out
-from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.evaluation.inputs import check_not_trained_on, check_prompts_fit, evaluation_config
+from torchtitan.grpo.evaluation.inputs import check_not_trained_on, evaluation_config
 from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.servers.plan import planned_servers
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 QUICKSTART = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
+SHORT = ["--data.max_prompt_tokens", "64", "--rollout.max_answer_tokens", "64"]
 
 
 def config_of(*flags, engine="embedded", urls=(), **more):
@@ -145,6 +145,7 @@ def test_a_checkpoint_of_supervised_training_needs_a_configuration(tmp_path):
     config = evaluation_config(QUICKSTART, step / "hf", "embedded", [])
     assert config.job.dump_folder == str(tmp_path / "run")
     sft = ["--job.config_file", str(ROOT / "train_configs" / "sft_qwen3_0.6b_2gpu.toml"), "--training.seq_len", "2048"]
+    sft += SHORT
     assert evaluation_config(sft, step / "hf", "embedded", []).validation.prompts == 256
 
 
@@ -194,7 +195,7 @@ def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused,
 
     def config_with(path="a.jsonl", prompts="4"):
         data = "--data.source", "jsonl", "--data.path", path, "--data.prompt_template", f"{prompts}: {{prompt}}"
-        return config_of(*data, "--validation.enable", "--validation.prompts", prompts)
+        return config_of(*data, *SHORT, "--validation.enable", "--validation.prompts", prompts)
 
     Path("run_config.json").write_text(json.dumps(resolved(config_with())))
     config = config_with(**asked)
@@ -206,18 +207,26 @@ def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused,
         check()
 
 
-def test_a_set_longer_than_the_model_is_refused_unless_its_positions_are_scaled(tmp_path):
-    sets = [HeldOut("far", [Prompt(0, [1] * 5, ""), Prompt(1, [1] * 9, "")], 1, 1.0, 504)]
+@pytest.mark.parametrize("jsonl", ["far.jsonl", ""])
+def test_a_set_longer_than_the_model_is_refused_unless_its_positions_are_scaled(tmp_path, jsonl):
     raw = json.loads((TINY_QWEN3 / "config.json").read_text()) | {"max_position_embeddings": 512}
-    dynamic, longer = {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": 513}
-    scaled = [({"rope_parameters": rope}, False) for rope in (YARN, dynamic)]
-    for changed, refused in (({}, True), (longer, False), *scaled):
+    says = '[[validation.sets]] "far" max_prompt_tokens +' if jsonl else "[data] max_prompt_tokens + [rollout]"
+    says = re.escape(f"{says} max_answer_tokens = 9 + 504 is over this model's maximum of 512 tokens")
+    refused = pytest.raises(UserError, match=says)
+    flags = [*QUICKSTART, "--data.max_prompt_tokens", "9", "--rollout.max_answer_tokens", "504"]
+    flags += ["--training.seq_len", "2048"]  # of a run: it says nothing of an evaluation
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    for urls, changed in (
+        ([], {}),
+        (["http://a:1"], {}),
+        ([], {"max_position_embeddings": 513}),
+        ([], {"rope_parameters": YARN}),
+        ([], {"rope_parameters": dynamic}),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(raw | changed))
-        said = pytest.raises(
-            UserError, match=r"set 'far': a prompt of 9 tokens and max_answer_tokens = 504 are over .*512"
-        )
-        with said if refused else contextlib.nullcontext():
-            check_prompts_fit(sets, tmp_path)
+        with contextlib.nullcontext() if urls or changed else refused:
+            config = evaluation_config(flags, tmp_path, "vllm", urls, jsonl=[Path(jsonl)] if jsonl else None)
+            assert {server.max_model_len for server in planned_servers(config, 1, 0, str(tmp_path))} <= {513}
 
 
 def test_an_unknown_flag_is_named(tmp_path):

@@ -22,7 +22,7 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import PlainError
-from torchtitan.grpo.evaluation.inputs import check_not_trained_on, check_prompts_fit, checkpoint_of, evaluation_config
+from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config
 from torchtitan.grpo.evaluation.results import RESULT, new_folder, remove_if_empty, table, write_answers, write_result
 from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.process.log_lines import init_log_lines
@@ -110,8 +110,6 @@ def evaluate(arguments: Namespace, resources: contextlib.ExitStack) -> None:
     tokenizer = load_tokenizer(str(folder), config.data.chat_template_file)
     environments = resources.enter_context(loaded_environments(config))
     sets = load_held_out(config, tokenizer, rows=environments.rows)
-    if not config.rollout.urls:
-        check_prompts_fit(sets, folder)
     check_not_trained_on(config, sets, folder, tokenizer)
     name = (checkpoint_of(folder) or arguments.model.resolve()).name
     out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / name)

@@ -145,11 +145,11 @@ def pass_counts(n: int) -> list[int]:
     return list(dict.fromkeys([*(2**i for i in range(n.bit_length())), n])) if n else []
 
 
-def longest_tokens(config: JobConfig) -> int:
-    """The longest prompt and answer together that a run asks a server for."""
+def longest_tokens(config: JobConfig, trains: bool = True) -> int:
+    """The longest prompt and answer together that a run, or an evaluation, asks a server for."""
     held_out = held_out_sets(config) if config.validation.enable else []
     lengths = [each.data.max_prompt_tokens + each.max_answer_tokens for each in held_out]
-    return max([config.training.seq_len, *lengths])
+    return max([config.training.seq_len] * trains + lengths)
 
 
 def check_lengths(config: JobConfig, positions: int) -> None:
@@ -162,9 +162,11 @@ def check_lengths(config: JobConfig, positions: int) -> None:
     for each in held_out_sets(config) if positions and config.validation.enable and config.rollout.replicas else ():
         prompt, answer = each.data.max_prompt_tokens, each.max_answer_tokens
         if prompt + answer > positions:
+            title = table_title("validation.sets", each.name) if config.validation.sets else "[data]"
+            other = "" if config.validation.sets else "[rollout] "
             raise UserError(
-                f"{table_title('validation.sets', each.name)} max_prompt_tokens + max_answer_tokens = {prompt} + "
-                f"{answer} is over this model's maximum of {positions} tokens: lower one of them"
+                f"{title} max_prompt_tokens + {other}max_answer_tokens = {prompt} + {answer} is over this model's "
+                f"maximum of {positions} tokens: lower one of them"
             )
 
 

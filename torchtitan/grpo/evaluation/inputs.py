@@ -22,7 +22,7 @@ from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.jobs import job_of
 from torchtitan.grpo.config.load import CONFIG_FILE, load_config
 from torchtitan.grpo.config.resolved import resolved
-from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets
+from torchtitan.grpo.config.tables import check_lengths, fill_tables, held_out_set, held_out_sets
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.rows import row_keys
@@ -100,7 +100,7 @@ def evaluation_config(
         jsonl: Files whose rows are asked instead of the configured sets.
 
     Raises:
-        UserError: It is wrong, or the run trains on the rows that would be evaluated.
+        UserError: It is wrong, is too long for the model, or the run trains on the rows that would be evaluated.
     """
     given = {"model.hf_assets_path": str(folder), "rollout.engine": engine, "rollout.urls": ",".join(urls)}
     named = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
@@ -150,6 +150,8 @@ def evaluation_config(
             "--validation.enable if this model was not trained on them"
         )
     config.validation.enable = True
+    raw = read_json(folder / "config.json")
+    check_lengths(config, served_positions(raw, raw.get("max_position_embeddings") or 0))
     return config
 
 
@@ -165,24 +167,6 @@ def _of_the_run(given: Mapping[str, Any], own_servers: bool) -> Iterator[str]:
 
 def _name(path: Path) -> str:
     return re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
-
-
-def check_prompts_fit(sets: list[HeldOut], folder: Path) -> None:
-    """Refuse a set that is longer than the model in this folder, before a server is started.
-
-    Raises:
-        UserError: The message names the set.
-    """
-    raw = read_json(folder / "config.json")
-    positions = served_positions(raw, raw.get("max_position_embeddings") or 0)
-    for each in sets if positions else ():
-        prompt = max(len(prompt.token_ids) for prompt in each.prompts)
-        if prompt + each.max_answer_tokens > positions:
-            raise UserError(
-                f"held-out set {each.name!r}: a prompt of {prompt} tokens and max_answer_tokens = "
-                f"{each.max_answer_tokens} are over this model's maximum of {positions}: lower max_answer_tokens, or "
-                "max_prompt_tokens to leave such prompts out"
-            )
 
 
 def check_not_trained_on(

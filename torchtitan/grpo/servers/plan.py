@@ -59,9 +59,11 @@ def planned_servers(config: JobConfig, gpus: int, trainers_here: int, model: str
     Args:
         gpus: Of the machine; 0 for servers on the CPU.
         trainers_here: Trainer processes on it.
-        model: A folder with weights. Without it, the trainer sends them; with `[lora]` it sends adapters only.
+        model: A folder with weights, to evaluate. Without it, the trainer sends them; with `[lora]` it sends adapters
+            only.
     """
     rollout, lora = config.rollout, config.lora
+    longest = longest_tokens(config, trains=not model)
     model = model or served_base(config)
     each = rollout.gpus_per_server if gpus else 0
     first = 0 if shares_gpu(config, gpus, trainers_here) else trainers_here
@@ -70,7 +72,7 @@ def planned_servers(config: JobConfig, gpus: int, trainers_here: int, model: str
             os.path.abspath(model or os.path.join(config.job.dump_folder, MODEL_FOLDER)),
             tuple(range(first + i * each, first + (i + 1) * each)),
             tuple(rollout.server_flags),
-            max_model_len=longest_tokens(config),  # the engine's own limit may be far longer, and would cost memory
+            max_model_len=longest,  # the engine's own limit may be far longer, and would cost memory
             key_env=rollout.api_key_env,
             has_tokenizer=True,
             has_weights=bool(model),
