@@ -260,9 +260,8 @@ def test_a_server_that_comes_back_after_a_publish_that_waited_keeps_nobody_waiti
 def give_up(servers: Servers) -> None:
     """As the leader does with late readers."""
     with servers.board.lock:
-        for worker in list(servers.copy.readers):
-            del servers.copy.readers[worker]
-            worker.drop(None, "it is late")
+        for reader in list(servers.copy.readers):
+            reader.drop("it is late")
 
 
 def test_a_server_whose_files_were_removed_since_it_was_late_is_not_lost(monkeypatch):

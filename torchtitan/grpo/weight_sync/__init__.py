@@ -8,7 +8,7 @@ A version flows downwards:
     sync_thread.py     a thread per rank: decides when a version is sent; ranks.py carries what the ranks agree on
     packer.py          gathers shards on rank 0 and packs them into buckets (weight_wire/buckets.py)
     push.py            one version on its way to several servers
-    copies.py          a version kept whole, for servers that are fed alone
+    copies.py          a version kept whole, and the seats of servers that are fed alone from it
     worker.py          a thread per server: common pushes, catching up alone, connecting again
     board.py           what the workers and rank 0's sync thread share
     held.py            which of the published tensors a server holds, by what it says of its memory

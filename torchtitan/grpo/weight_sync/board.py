@@ -183,21 +183,17 @@ class Board:
     def copy_in_use(self) -> bool:
         """Whether a worker reads the copy, or is about to. A newer copy must not deprive it of its turn each time."""
         copy = self.copy
-        return copy is not None and (bool(copy.readers) or any(worker.may_take(copy) for worker in self.workers))
+        return copy is not None and (bool(copy.readers) or any(worker.reader.may_take(copy) for worker in self.workers))
 
     def drop_late_readers(self) -> None:
         """Others wait for the readers' end: drop those that take longer than the last server took, by `straggler_s`.
         Each drop doubles a server's time: a slow one would else never have a whole version. Under the lock."""
         copy = self.copy
         assert copy is not None  # it has readers
-        for worker, began in list(copy.readers.items()):
-            limit_s = (self.push_s + self.straggler_s) * 2.0**worker.too_late
-            if time.monotonic() > max(began, self._others_wait_since()) + limit_s:
-                del copy.readers[worker]
-                worker.too_late += 1
-                worker.drop(
-                    None, f"kept the other servers waiting for over {limit_s:.3g} s with version {copy.version}"
-                )
+        for reader in list(copy.readers):
+            limit_s = (self.push_s + self.straggler_s) * 2.0**reader.too_late
+            if time.monotonic() > max(reader.began, self._others_wait_since()) + limit_s:
+                reader.drop(f"kept the other servers waiting for over {limit_s:.3g} s with version {copy.version}")
 
     def copy_is_late(self, since: float) -> bool:
         """Whether a server has waited for a copy since then (`time.monotonic()`) for longer than a push takes. False as

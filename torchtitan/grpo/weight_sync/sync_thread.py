@@ -145,7 +145,7 @@ class Leader(SyncThread):
             return False
         if board.copies_only:
             return all(
-                worker.server.version >= version or worker.server.lost or worker.server.silent or worker.dropped
+                worker.server.version >= version or worker.server.lost or worker.server.silent or worker.reader.dropped
                 for worker in board.workers
             )
         return True

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import pkgutil
 import threading
 import time
@@ -17,7 +16,7 @@ from torchtitan.grpo.engines.protocol import EngineError, LocalError
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
-from torchtitan.grpo.weight_sync.copies import VersionCopy
+from torchtitan.grpo.weight_sync.copies import CopyReader, VersionCopy
 from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Dropped, Push
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS
@@ -51,9 +50,8 @@ class ServerWorker(threading.Thread):
 
     Attributes:
         mode: How the server gets its weights now.
-        dropped: Why the leader goes on without this server in the push that it is invited to, or with the copy that it
-            reads; "" if it does not.
-        too_late: How often it was dropped from a copy since it last failed.
+        dropped: Why the leader goes on without this server in the push that it is invited to; "" if it does not.
+        reader: Its seat at the copies.
         wake: Notified when there is something to do.
     """
 
@@ -64,12 +62,10 @@ class ServerWorker(threading.Thread):
         self.link = self._make_link(server, backend, device, board)
         self.mode = Mode.LOST
         self.dropped = ""
-        self.too_late = 0
+        self.reader = CopyReader(server, board)
         self.wake = threading.Condition(board.lock)
         self._push: Push | None = None
         self._board = board
-        self._has = -1
-        self._awaits_copy = False  # of a version after `_has`
         self._given = -1  # on this connection
         self._removed = self._ended = False
         self._retry_at = 0.0
@@ -106,9 +102,8 @@ class ServerWorker(threading.Thread):
         self._push = push
         self.wake.notify()
 
-    def drop(self, push: Push | None, why: str) -> None:
-        """The leader goes on with `push` without this server, which may still be busy with the previous one; None: with
-        the copy that it reads."""
+    def drop(self, push: Push, why: str) -> None:
+        """The leader goes on with `push` without this server, which may still be busy with the previous one."""
         with self._board.lock:
             if push is self._push:  # else it has left by itself, and may have connected again
                 self.dropped = why
@@ -129,14 +124,10 @@ class ServerWorker(threading.Thread):
         server = self.server
         return self.mode is Mode.LOST if server.lost else server.in_traffic and server.version >= version
 
-    def may_take(self, copy: VersionCopy) -> bool:
-        """Whether it waits for a copy, and this one is newer than what the server has and not older than `sent`."""
-        ready = self._awaits_copy and not self.server.silent
-        return ready and copy.version > self._has and copy.version >= self._board.sent
-
     def is_idle(self, copy: VersionCopy) -> bool:
         """Whether it is fed from the copy, and not now."""
-        return self.mode is Mode.ALONE and not (self in copy.readers or self.dropped or self.server.silent)
+        reader = self.reader
+        return self.mode is Mode.ALONE and not (reader in copy.readers or reader.dropped or self.server.silent)
 
     def takes_part(self) -> bool:
         """Whether it is invited to common pushes. A silent server would only delay them."""
@@ -214,16 +205,13 @@ class ServerWorker(threading.Thread):
             self.link.check = board.check
 
     def _catch_up(self) -> None:
-        board = self._board
+        board, reader = self._board, self.reader
         with board.changed:
             if not (board.copies_only or board.in_common()):
                 self._join_pushes()
                 return
-        self._has, self._awaits_copy = self.server.version if self.server.in_traffic else -1, True
-        try:
-            taken = self._wait(self._takes_copy)
-        finally:
-            self._awaits_copy = False
+        with reader.waiting():
+            taken = self._wait(reader.takes)
         if not taken:
             self._look_after_health()
             return
@@ -233,14 +221,14 @@ class ServerWorker(threading.Thread):
             self._start_over(why)
             return
         except (WeightSyncError, UserError) as error:
-            if self.dropped:  # files of a version that was given up may have been removed
-                self._start_over(Dropped(self.dropped))
+            if reader.dropped:  # files of a version that was given up may have been removed
+                self._start_over(Dropped(reader.dropped))
             else:
                 self._lose(error)
             return
         self._has_given(version)
         with board.changed:
-            self.dropped = ""  # it has all of it
+            reader.dropped = ""  # it has all of it
             newest = version >= board.sent
             own_s = seconds["total"] - seconds.get("drain", 0.0)
             if not board.copies_only and own_s <= board.push_s + board.straggler_s:
@@ -260,21 +248,17 @@ class ServerWorker(threading.Thread):
     def _read(self) -> tuple[int, dict[str, float]]:
         """Feed the server from the copy that it takes: the version and the seconds by phase. Whatever the end, it is no
         reader then, and is not dropped any more."""
-        board, copy = self._board, self._board.copy
+        copy, reader = self._board.copy, self.reader
         assert copy is not None  # it has this reader
         version, feed = copy.version, copy.feed()
-        self.link.check = self._check_reader
+        self.link.check = reader.raise_if_dropped
         try:
             self.link.stop(version)
-            with board.lock:
-                if self in copy.readers:
-                    copy.readers[self] = time.monotonic()
+            reader.stopped()
             return version, self._update(feed, 1)
         finally:
-            self.link.check = board.check
-            with board.changed:
-                copy.readers.pop(self, None)
-                board.changed.notify_all()
+            self.link.check = self._board.check
+            reader.leave()
 
     def _update(self, feed: Any, num_buffers: int) -> dict[str, float]:
         self.server.updating = True
@@ -282,15 +266,6 @@ class ServerWorker(threading.Thread):
             return self.link.update(feed, self._board.buckets, num_buffers)
         finally:
             self.server.updating = False
-
-    def _takes_copy(self) -> bool:
-        board, copy = self._board, self._board.copy
-        if copy is not None and self.may_take(copy):
-            copy.readers[self] = time.monotonic() if board.pause.in_flight else math.inf
-            return True
-        if board.sent > self._has and not self.server.silent:
-            board.ask_for_copy()
-        return False
 
     def _reconnect(self) -> None:
         board = self._board
@@ -380,18 +355,12 @@ class ServerWorker(threading.Thread):
                 self.wake.wait(min(deadline, self._next_look if look else deadline) - now)
             return True
 
-    def _check_reader(self) -> None:
-        """In waits for a server that is fed alone. One that loads weights may be slow to reply."""
-        self._board.check()
-        if self.dropped or (self.server.silent and not self.server.updating):
-            raise Dropped(self.dropped or "it does not reply")
-
     def _start_over(self, why: Dropped, push: Push | None = None) -> None:
         """The server has a mix of two versions: connect again, at once."""
         self._leave_push(push)
         self._board.fleet.withdraw(self.server, str(why), lost=False)
         self.link.close()
-        self.mode, self._retry_at = Mode.LOST, 0.0
+        self.mode, self._retry_at, self.reader.dropped = Mode.LOST, 0.0, ""
 
     def _has_given(self, version: int) -> None:
         self._given, self._failures = version, 0
@@ -403,7 +372,7 @@ class ServerWorker(threading.Thread):
             raise reason  # no fault of the server
         self._leave_push()  # it may have been invited meanwhile
         self.link.close()
-        self.mode, self.too_late = Mode.LOST, 0
+        self.mode, self.reader.too_late = Mode.LOST, 0
         if dead is not self._dead:
             self._dead, self._failures = dead, 0
         pause_s = min(_BACKOFF_S * 2**self._failures, _DEAD_S if dead else _REFUSES_S)
