@@ -1,9 +1,9 @@
-"""Linear layers from weights that are rounded to FP8, as servers round them with `[rollout] quantization`.
+"""Linear layers with weights rounded to FP8, as servers round them with `[rollout] quantization`.
 
-The policy that is trained then has the weights that it is sampled with. Gradients pass the rounding as if it were not
-there (straight-through estimator, arXiv:1308.3432), to the exact weights that the optimizer, checkpoints and servers
-get. What servers round besides, the inputs of these layers, is left as it is: kernels that differ in a last bit round
-many of them to a neighbour, so rounding here would add to the difference.
+So the trained policy has the weights that servers sample with. Gradients pass through the rounding unchanged
+(straight-through estimator, arXiv:1308.3432), to the exact weights. The optimizer updates these, and checkpoints and
+servers get them. Servers round the inputs of these layers, too. That is not done here: kernels that differ in the last
+bit round many inputs differently, so it would add to the difference between trainer and sampler.
 """
 
 from typing import Any
@@ -17,21 +17,21 @@ LEAST_SCALE = 1 / (LARGEST * 512)  # vLLM's
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """[out, in], what float8_e4m3fn can tell of it with a scale for each output, as of vLLM's `fp8_per_channel`."""
+    """[out, in], rounded to float8_e4m3fn with a scale for each output, as vLLM's `fp8_per_channel` does."""
     scale = (weight.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(LEAST_SCALE)
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype).mul_(scale)  # in place: one float32 copy, not two
 
 
 class RoundedLinear(nn.Linear):
-    """y = x round(W)^T + b: W [out, in] and b are trained. `lm_head` and embeddings are none of these."""
+    """y = x round(W)^T + b: W [out, in] and b are trained."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _OfRounded.apply(x, self.weight)
+        out = _StraightThrough.apply(x, self.weight)
         return out if self.bias is None else out + self.bias
 
 
-class _OfRounded(torch.autograd.Function):
-    """x, W -> x round(W)^T. Autograd would keep the rounded weights until the backward pass, which rounds again."""
+class _StraightThrough(torch.autograd.Function):
+    """x, W -> x round(W)^T. The backward pass rounds again: rounded weights that are kept would double the model."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _OfRounded(torch.autograd.Function):
 
 
 def round_weights(model: nn.Module) -> None:
-    """Have the linear layers of a model's blocks compute so, in place. Experts and what chooses them are left out.
+    """Change the linear layers of a model's blocks, in place. Experts, routers and the output layer stay exact.
 
     Call it after tensor parallelism and before everything else that wraps layers.
     """
