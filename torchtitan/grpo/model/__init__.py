@@ -13,6 +13,7 @@
     shards.py              names of sharded and wrapped parameters, and a rank's part of them
     finite.py              weights that are not finite are neither trained nor saved
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
+    rounded_weights.py     linear layers with weights that are rounded as FP8 servers round them
     mlp_chunks.py          feed-forward layers that compute a row in chunks
     context_parallel.py    rows that several ranks share: positions are cut, and heads in attention
     document_attention.py  attention within each document, with windows and softcaps
