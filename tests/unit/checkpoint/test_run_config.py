@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from torchtitan.grpo.checkpoint.run_config import changes, read_run_config
+from torchtitan.grpo.checkpoint.run_config import changes
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 
@@ -39,46 +39,3 @@ def test_tables_are_compared_by_their_contents(tmp_path):
 
 def test_keys_of_another_version_of_the_program_are_passed_over():
     assert changes({"grpo.gone": 1, "grpo.both": 1}, {"grpo.new": 2, "grpo.both": 1}) == []
-
-
-def of_earlier_version(**more) -> dict:
-    """What an earlier version saved for the quickstart."""
-    run = resolved(load_config(QUICKSTART)) | {"data.chat_template_kwargs": ["enable_thinking=false"]}
-    del run["data.source_args"]
-    old = {"size": 10000, "tasks": [], "arithmetic_max": 39, "arithmetic_operators": ["+"]}
-    old |= {"arithmetic_question": "{left}{operator}{right}="}
-    return run | {f"data.{name}": value for name, value in old.items()} | more
-
-
-def test_keys_of_an_earlier_version_are_read_as_todays(tmp_path):
-    def read(**more) -> dict:
-        (tmp_path / "run_config.json").write_text(json.dumps(of_earlier_version(**more)))
-        return read_run_config(tmp_path)
-
-    run = read()
-    assert (run["data.source_args"], run["data.chat_template_kwargs"]) == ({"max": 39}, {"enable_thinking": False})
-    assert not run.keys() - resolved(load_config(QUICKSTART)).keys()
-    mixture = [
-        {"name": "sums", "arithmetic_operators": ["+", "-"]},
-        {"name": "gym", "source": "reasoning_gym", "tasks": ["chain_sum"], "size": 50},
-        {"name": "same"},
-    ]
-    sets = [{"name": "sums", "arithmetic_max": 9}, {"name": "gym"}, {"name": "own", "source": "jsonl", "path": "x"}]
-    run = read(**{"data.size": 70, "data.mixture": mixture, "validation.sets": sets})
-    assert run["data.mixture"] == [
-        {"name": "sums", "source_args": {"size": 70, "max": 39, "operators": ["+", "-"]}},
-        {"name": "gym", "source": "reasoning_gym", "source_args": {"size": 50, "tasks": ["chain_sum"]}},
-        {"name": "same"},  # [data]'s
-    ]
-    assert run["validation.sets"] == [
-        {"name": "sums", "source_args": {"size": 70, "max": 9, "operators": ["+", "-"]}},
-        {"name": "gym"},  # its source's
-        {"name": "own", "source": "jsonl", "path": "x", "source_args": {}},
-    ]
-
-
-def test_a_checkpoint_from_before_some_of_these_keys_is_read_too(tmp_path):
-    run = of_earlier_version()
-    del run["data.arithmetic_question"], run["data.arithmetic_operators"]
-    (tmp_path / "run_config.json").write_text(json.dumps(run))
-    assert read_run_config(tmp_path)["data.source_args"] == {"max": 39}

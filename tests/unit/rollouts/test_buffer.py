@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.helpers.earlier_state import earlier_buffer
 from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
 from torchtitan.grpo.data.samples import Prompt, Sample, TopTokens
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
@@ -488,13 +487,7 @@ def test_a_resumed_run_asks_the_oldest_groups_anew_until_the_others_are_in_time(
         assert buffer.complete == len(left)
 
 
-def made_by(make: str, buffer: StalenessBuffer) -> dict:
-    """A state as this version saves it, or an earlier one."""
-    return as_saved(buffer) if make == "now" else earlier_buffer(as_saved(buffer), prompts_at)
-
-
-@pytest.mark.parametrize("made", ["now", "earlier"])
-def test_state_keeps_complete_groups_whole_and_asks_the_others_anew(made) -> None:
+def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
     buffer = StalenessBuffer(2, 1, 4)
     entries = began(buffer, 0, 3)
     sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0)
@@ -505,7 +498,7 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew(made) -> Non
     compacted = replace(sample, prompt=replace(sample.prompt, token_ids=[7, 8, 9], text="a summary"))
     buffer.finish(entries[0], [sample, unscored, compacted])
     buffer.answer(entries[1])
-    state = made_by(made, buffer)
+    state = as_saved(buffer)
     refused = StalenessBuffer(2, 1, 4)
     refused.load_state_dict(state, prompts_at, lambda group: False)
     assert [(entry.begun, entry.group) for entry in refused.entries.values()] == [(None, None)] * 3

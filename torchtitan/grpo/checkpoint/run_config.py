@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.config.earlier import as_today
 from torchtitan.grpo.config.jobs import covering
 from torchtitan.grpo.config.keys import label, show
 
@@ -24,8 +23,8 @@ FROM_CHECKPOINT = {
 
 
 def read_run_config(step: Path) -> dict[str, Any]:
-    """The value of every key in a checkpoint, by path. Those of earlier versions are as today's keys have them."""
-    return as_today(json.loads((step / RUN_CONFIG).read_text(encoding="utf-8")))
+    """The value of every key in a checkpoint, by path."""
+    return json.loads((step / RUN_CONFIG).read_text(encoding="utf-8"))
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

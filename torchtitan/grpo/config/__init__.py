@@ -8,7 +8,7 @@
       tables.py         [[data.mixture]] and [[validation.sets]]: what a table inherits
     load.py             reads file and flags, merges, and runs every check
       hints.py          what an unknown key may mean
-        earlier.py      keys of earlier versions, there and in checkpoints
+        earlier.py      keys of earlier versions
         other_trainers.py
                         the names of TRL, verl, prime-rl and OpenRLHF
       contradictions.py what keys must satisfy together

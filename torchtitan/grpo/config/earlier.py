@@ -1,10 +1,4 @@
-"""Keys of earlier versions: what a user writes today in their place, and what they are in a checkpoint of that time."""
-
-import json
-from typing import Any
-
-from torchtitan.grpo.config.keys import TABLES
-from torchtitan.grpo.sources.table import SOURCES
+"""Keys of earlier versions, and what a user writes today in their place."""
 
 _MIN_P = "use [validation] top_p, or one of the set's own; [rollout] min_p is for training too"
 GONE = {
@@ -41,43 +35,4 @@ GONE = {
     "weight_sync.num_buffers": "leave it out: two buckets are in flight",
     "weight_sync.verify": "every bucket has a checksum; leave it out",
 }
-"""Keys of earlier versions, and what to do instead."""
-_ARGUMENTS = {
-    "size": "size",
-    "tasks": "tasks",
-    "arithmetic_max": "max",
-    "arithmetic_operators": "operators",
-    "arithmetic_question": "question",
-}
-"""Keys of [data] in earlier versions, and their names in `[data] source_args`."""
-
-
-def as_today(run: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier version saved of its configuration, by path, with the values of today's keys."""
-    tables = [(path, table) for path in TABLES for table in run.get(path, [])]
-    for values, key in [(run, "data.chat_template_kwargs"), *((table, "chat_template_kwargs") for _, table in tables)]:
-        if isinstance(words := values.get(key), list):  # as in ["enable_thinking=false"]
-            values[key] = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
-    if "data.size" not in run:
-        return run
-    data = {name: run.pop(key) for name in _ARGUMENTS if (key := f"data.{name}") in run}
-    data["source"] = run["data.source"]
-    run["data.source_args"] = _arguments(data)
-    of_source: dict[str, dict[str, Any]] = {}  # of the mixture, whose tables come first
-    for path, table in tables:
-        base = of_source.get(table["name"], data)
-        other = table.get("source", base["source"]) != base["source"]
-        own = {name: table.pop(name) for name in _ARGUMENTS if name in table}
-        rows = base | ({"tasks": []} if other else {}) | own | {"source": table.get("source", base["source"])}
-        if own or other:
-            table["source_args"] = _arguments(rows)
-        if path == "data.mixture":
-            of_source[table["name"]] = rows
-    return run
-
-
-def _arguments(data: dict[str, Any]) -> dict[str, Any]:
-    """`[data] source_args` for keys of an earlier version, without those that have the source's defaults."""
-    known = SOURCES[data["source"]].arguments
-    named = {name: data[old] for old, name in _ARGUMENTS.items() if name in known and old in data}
-    return {name: value for name, value in named.items() if value != known[name].default}
+"""By path: what to do instead."""

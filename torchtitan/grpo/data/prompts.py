@@ -188,7 +188,7 @@ class PromptSource:
                 "the [data] keys, [validation] prompts and sets and the chat template, or start in another [job] "
                 "dump_folder, and from the trained weights with the checkpoint's folder hf as [model] hf_assets_path"
             )
-        if state.get("tokens", self._tokens) != self._tokens:  # an earlier version saved none
+        if state["tokens"] != self._tokens:
             raise UserError(
                 f"The tokenizer of {self._tokenizer.name_or_path} gives the prompts of {self._rows.name} other tokens "
                 "than the checkpoint was trained on: restore the files of [model] hf_assets_path"

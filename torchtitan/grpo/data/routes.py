@@ -93,11 +93,6 @@ def to_npy(routes: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def from_npy(text: str) -> np.ndarray:
-    """The reverse of `to_npy`."""
-    return _read_npy(base64.b64decode(text)).copy()
-
-
 def _read_npy(data: bytes) -> np.ndarray:
     """A .npy file of integers. numpy's `load` allocates whatever a header asks for, before it reads on."""
     file = io.BytesIO(data)

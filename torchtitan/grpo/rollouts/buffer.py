@@ -16,14 +16,11 @@ import copy
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
-from torchtitan.grpo.data.routes import from_npy
-from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
+from torchtitan.grpo.data.samples import Group, Prompt
 
 
 @dataclass(eq=False)
@@ -246,7 +243,7 @@ class StalenessBuffer:
         prompts_at: Callable[[list[int]], list[Prompt]],
         usable: Callable[[Group], bool] = lambda group: True,
     ) -> None:
-        """Restore from `state_dict`, or from the JSON values of earlier checkpoints.
+        """Restore from `state_dict`.
 
         Incomplete groups count as not begun. So do groups that are not usable, or too old for this buffer: its age and
         groups per step may differ from before.
@@ -255,15 +252,12 @@ class StalenessBuffer:
             prompts_at: Returns the prompts with these indices.
         """
         self.version, self.next_number = state["version"], state["next_number"]
-        self._occurrences = Counter(dict(state.get("occurrences", [])))  # checkpoints of before have none
+        self._occurrences = Counter(dict(state["occurrences"]))
         prompts = prompts_at([entry["prompt"] for entry in state["entries"]])
         self.entries = {}
         for saved, prompt in zip(state["entries"], prompts, strict=True):
             entry = Entry(saved["number"], prompt, saved["occurrence"], saved["begun"])
-            if "samples" in saved:
-                samples = saved["samples"]
-                entry.group = None if samples is None else [_sample(prompt, sample) for sample in samples]
-            elif saved["group"] is not None:
+            if saved["group"] is not None:
                 entry.group, entry.saved = from_bytes(saved["group"]), saved["group"]
             entry.answered = entry.group is not None
             if entry.group is not None and not usable(entry.group):
@@ -341,17 +335,3 @@ class StalenessBuffer:
                     f"group {entry.number} has a token sampled at version {oldest}, older than "
                     f"[async_grpo] max_trajectory_age_steps = {self.max_age} before version {self.version}"
                 )
-
-
-def _sample(prompt: Prompt, state: dict[str, Any]) -> Sample:
-    """From the JSON values of earlier checkpoints. "began" is an environment's beginning in place of its row's."""
-    state = dict(state)
-    state["servers"] = [(first, server) for first, server in state.get("servers", [])]
-    if began := state.pop("began", None):
-        prompt = replace(prompt, token_ids=began[0], text=began[1])
-    if state.get("routes"):
-        state["routes"] = from_npy(state["routes"])
-    if top := state.pop("teacher_top", None):
-        ids, logprobs = map(from_npy, top)
-        state["top"] = TopTokens(ids, logprobs.view(np.float32))
-    return Sample(prompt, **state)

@@ -222,18 +222,14 @@ class RolloutStream:
 
         return self._collector.call(read())()
 
-    def load_state_dict(self, saved: bytes | memoryview | dict[str, Any]) -> None:
+    def load_state_dict(self, saved: bytes | memoryview) -> None:
         """Continue from `state_dict`. Groups that were under way are requested again, and those that do not fit this
-        run: of another temperature, longer than a row, or scored by other teachers or none.
-
-        Args:
-            saved: A dict is of an earlier checkpoint, whose groups are JSON values.
-        """
-        state: dict[str, Any] = saved if isinstance(saved, dict) else msgspec.msgpack.decode(saved)
+        run: of another temperature, longer than a row, or scored by other teachers or none."""
+        state: dict[str, Any] = msgspec.msgpack.decode(saved)
         unfit: Counter[str] = Counter()
 
         def fits(group: Group) -> bool:
-            unfit[why := self._unfit(group, state.get("temperature"))] += 1
+            unfit[why := self._unfit(group, state["temperature"])] += 1
             return not why
 
         async def load() -> None:
@@ -241,8 +237,7 @@ class RolloutStream:
             self._buffer.load_state_dict(state["buffer"], self._prompts.at, fits)
             self.counts = Counter(state["counts"])
             self._outage.has_worked = self.counts["finished"] > 0
-            if "random" in state:  # not in checkpoints of before
-                set_python_state(state["random"])
+            set_python_state(state["random"])
 
         self._collector.call(load())
         for why, count in unfit.items():
@@ -251,9 +246,9 @@ class RolloutStream:
 
     # ------------------------------------------------------------------------------------------ on the event loop
 
-    def _unfit(self, group: Group, temperature: float | None) -> str:
+    def _unfit(self, group: Group, temperature: float) -> str:
         """Why a step cannot train on a group of an earlier run, which sampled at this temperature; "" if it can."""
-        if temperature not in (None, self._params.temperature):  # checkpoints of before have none
+        if temperature != self._params.temperature:
             return f"sampled at temperature {temperature:g}, and [rollout] temperature = {self._params.temperature:g}"
         if any(len(sample.prompt.token_ids) + len(sample.token_ids) > self._row_tokens for sample in group):
             return f"longer than a row of {self._row_tokens} tokens ([training] seq_len or tokens_per_microbatch)"

@@ -137,8 +137,8 @@ class Absent:
         """What a run resumed after this step continues from."""
         return None
 
-    def load_state_dict(self, state: Buffer | dict[str, Any] | None) -> None:
-        """Continue from `state_dict`, or from the dict of an earlier checkpoint."""
+    def load_state_dict(self, state: Buffer | None) -> None:
+        """Continue from `state_dict`."""
 
     def stop(self) -> None:
         """From any thread: no step takes groups from now on."""
@@ -294,11 +294,9 @@ class Rollouts(Absent):
         except (PlainError, RolloutError, ProcessLost, TimeoutError):
             return kept  # a step that was trained is saved
 
-    def load_state_dict(self, state: Buffer | dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: Buffer | None) -> None:
         assert state is not None
-        saved = state if isinstance(state, dict) else msgspec.msgpack.decode(state)
-        # A dict is of a checkpoint of before.
-        states = saved.get("shares") or [msgspec.msgpack.encode(state) if isinstance(state, dict) else state]
+        states = msgspec.msgpack.decode(state).get("shares") or [state]
         if len(states) != len(self._processes.each):
             raise UserError(
                 f"the checkpoint has the prompts of {len(states)} rollout processes, and this run has "
