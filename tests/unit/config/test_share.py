@@ -3,8 +3,7 @@
 import pytest
 
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.config.share import ALL, Share, rollout_processes
-from torchtitan.grpo.config.values import from_values, to_values
+from torchtitan.grpo.config.share import ALL, Share, of_each, rollout_processes
 from torchtitan.grpo.errors import UserError
 
 QUICKSTART = ["--job.config_file", "train_configs/quickstart.toml", "--rollout.engine", "vllm"]
@@ -78,9 +77,9 @@ def test_shares_have_all_prompts_once_and_in_order():
 
 def test_sizes_are_divided_and_nothing_else_changes():
     flags = "--rollout.max_concurrent_requests", "10", "--reward.workers", "3", "--metrics.samples_per_step", "5"
-    config = from_values(to_values(loaded(*flags)))
-    own = Share(1, 4).of_config(config)
-    assert ALL.of_config(config) is config
+    config = loaded(*flags)
+    own = of_each(config, 4)
+    assert of_each(config, 1) is config
     assert (own.rollout.max_concurrent_requests, own.reward.workers, own.metrics.samples_per_step) == (3, 1, 2)
     assert (config.grpo.prompts_per_step, own.grpo.prompts_per_step) == (128, 32)
     assert config.rollout.max_concurrent_requests == 10, "the configuration itself is as before"

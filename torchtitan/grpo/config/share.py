@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.config.batch import requests_at_once
+from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.tables import training_sources
 
 if TYPE_CHECKING:
@@ -52,25 +51,21 @@ class Share:
         """The next `n` of this share. All of them are taken, so that every share has the same order."""
         return prompts.next(n * self.of)[self.number :: self.of]
 
-    def of_config(self, config: JobConfig) -> JobConfig:
-        """The configuration of a process with this share: sizes that all processes have together are divided."""
-        if self.of == 1:
-            return config
-        shared: dict[str, dict[str, int]] = {
-            "grpo": {"prompts_per_step": config.grpo.prompts_per_step},
-            "async_grpo": {"order_window": config.async_grpo.order_window},
-            "reward": {"workers": config.reward.workers},
-            "metrics": {"samples_per_step": config.metrics.samples_per_step},
-            "rollout": {
-                "max_concurrent_requests": requests_at_once(config.rollout),
-                "environment_concurrency": config.rollout.environment_concurrency,
-            },
-        }
-        sections = {name: copy(getattr(config, name)) for name in shared}
-        for name, sizes in shared.items():
-            for key, size in sizes.items():
-                setattr(sections[name], key, -(-size // self.of))
-        return cast("JobConfig", SimpleNamespace(**vars(config) | sections))
+
+def of_each(config: JobConfig, processes: int) -> JobConfig:
+    """The configuration of one of several processes: sizes that all have together are divided."""
+    if processes == 1:
+        return config
+    rollout = config.rollout
+    sizes = {
+        "grpo.prompts_per_step": config.grpo.prompts_per_step,
+        "async_grpo.order_window": config.async_grpo.order_window,
+        "reward.workers": config.reward.workers,
+        "metrics.samples_per_step": config.metrics.samples_per_step,
+        "rollout.max_concurrent_requests": requests_at_once(rollout),
+        "rollout.environment_concurrency": rollout.environment_concurrency,
+    }
+    return changed(config, {path: -(-size // processes) for path, size in sizes.items()})
 
 
 ALL = Share(0, 1)

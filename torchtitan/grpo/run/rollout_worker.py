@@ -106,8 +106,7 @@ class RolloutWorker:
         event: Event = lambda *_: None,
         share: Share = ALL,
     ) -> None:
-        self.config = config = share.of_config(config)
-        self.tokenizer, self.model, self.resources = tokenizer, model, resources
+        self.config, self.tokenizer, self.model, self.resources = config, tokenizer, model, resources
         self._event, self._share = event, share
         self.newest = 0
         """The newest version that a server can have, before the trainer calls again."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
-from torchtitan.grpo.config.share import Share, rollout_processes
+from torchtitan.grpo.config.share import Share, of_each, rollout_processes
 from torchtitan.grpo.config.tables import check_lengths, longest_tokens
 from torchtitan.grpo.config.values import to_values
 from torchtitan.grpo.engines.fleet import Fleet, Server
@@ -185,8 +185,8 @@ class Rollouts(Absent):
         self.source, self.tokenizer, self.end_token_ids = source, tokenizer, end_token_ids
         check_lengths(self.config, source.positions)
         routes = astuple(source.routes) if source.routes else ()
-        values = to_values(self.config), source.model_args.vocab_size, end_token_ids, routes
         count = len(self._processes.each)
+        values = to_values(of_each(self.config, count)), source.model_args.vocab_size, end_token_ids, routes
         shares = [astuple(Share(number, count)) for number in range(count)]
         lines = self._processes.map(lambda process, share: process.introduce("prepare", *values, share), shares)[0]
         checkpoint = self.config.checkpoint
