@@ -11,7 +11,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model import flash_attention as module
 from torchtitan.grpo.model import flash_operator
 from torchtitan.grpo.model.documents import Documents, documents_for_compiled_blocks, documents_of
-from torchtitan.grpo.model.flash_attention import choose_attention, flash_attention_2, flash_attention_4
+from torchtitan.grpo.model.flash_attention import attention, choose_attention
 from torchtitan.grpo.model.flash_operator import Kernels
 from torchtitan.grpo.policy.microbatch import DocumentKeys
 
@@ -32,10 +32,10 @@ def hopper(monkeypatch):
 
 
 def test_without_the_package_or_a_gpu_torchs_own_kernels_are_taken(monkeypatch):
-    assert choose_attention("auto", CPU, *SHAPE) is flash_attention_2
+    assert choose_attention("auto", CPU, *SHAPE) == 2
     monkeypatch.setattr(module, "_installed", lambda: False)
-    assert choose_attention("auto", CUDA, *SHAPE) is flash_attention_2
-    assert choose_attention("FA2", CUDA, *SHAPE) is flash_attention_2
+    assert choose_attention("auto", CUDA, *SHAPE) == 2
+    assert choose_attention("FA2", CUDA, *SHAPE) == 2
 
 
 def test_what_is_asked_for_and_cannot_be_is_refused(monkeypatch, hopper):
@@ -53,18 +53,18 @@ def test_other_gpus_are_named(monkeypatch):
         choose_attention("FA4", CUDA, *SHAPE)
 
 
-@pytest.mark.parametrize("error,taken", [(0.004, flash_attention_4), (0.5, flash_attention_2)])
+@pytest.mark.parametrize("error,taken", [(0.004, 4), (0.5, 2)])
 def test_auto_takes_what_agrees_in_the_trial(monkeypatch, hopper, error, taken):
-    def results(attention, *example):
+    def results(attends, *example):
         ones = torch.ones(8)
-        return [ones * (1 + error) if attention is flash_attention_4 else ones]
+        return [ones * (1 + error) if attends.keywords["version"] == 4 else ones]
 
     monkeypatch.setattr(module, "_installed", lambda: True)
     monkeypatch.setattr(module, "package", lambda: None)
     monkeypatch.setattr(module, "_example", lambda *shape: ())
     monkeypatch.setattr(module, "_results", results)
-    assert choose_attention("auto", CUDA, *SHAPE) is taken
-    if taken is flash_attention_2:
+    assert choose_attention("auto", CUDA, *SHAPE) == taken
+    if taken == 2:
         with pytest.raises(UserError, match=r"differ from FlashAttention 2's by 0\.5 of their norm"):
             choose_attention("FA4", CUDA, *SHAPE)
 
@@ -138,7 +138,7 @@ def test_documents_attend_to_a_prompt_of_an_earlier_one(window, monkeypatch):
             outs.append(attended.transpose(0, 1)[p:])
         return torch.cat(outs)
 
-    out = flash_attention_2(*inputs, Documents(starts, keys.cu_keys, 9, keys.longest, keys), 0.3, window)
+    out = attention(*inputs, Documents(starts, keys.cu_keys, 9, keys.longest, keys), 0.3, window)
     ours = [out, *torch.autograd.grad(out, inputs, grad)]
     expected = apart(*inputs)
     theirs = [expected, *torch.autograd.grad(expected, inputs, grad)]
@@ -150,7 +150,7 @@ def test_compile_knows_the_operator():
     """Shapes without a GPU: what torch.compile traces with."""
     q, k = torch.empty(10, 4, 64, device="meta"), torch.empty(10, 2, 64, device="meta")
     starts = torch.empty(3, dtype=torch.int32, device="meta")
-    out = flash_attention_4(q.requires_grad_(), k, k, Documents(starts, starts, 10, 10))
+    out = attention(q.requires_grad_(), k, k, Documents(starts, starts, 10, 10), version=4)
     assert out.shape == q.shape and out.requires_grad
 
 
@@ -160,7 +160,7 @@ def test_a_compiled_block_serves_rows_with_and_without_shared_prompts(monkeypatc
     torch._dynamo.reset()
 
     def block(q, k, documents):
-        return flash_attention_2(q * 2, k, k, documents, 0.3) + q
+        return attention(q * 2, k, k, documents, 0.3) + q
 
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     rows = [([24], [0]), ([10, 3, 2, 9], [0, 4, 4, 0]), ([5, 2, 1, 1, 6, 9], [0, 2, 2, 2, 0, 3]), ([12, 12], [0, 0])]

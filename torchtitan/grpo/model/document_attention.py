@@ -12,18 +12,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.documents import Documents
-from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
+from torchtitan.grpo.model.flash_attention import attention
 
 
 class PackedAttention(nn.Module):
     """Replaces torchtitan's inner attention.
 
     Args:
-        flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`.
+        flash: Version of FlashAttention in bfloat16 or float16 on CUDA, from `choose_attention`.
         context: With context parallelism; T is then that of this rank's part.
     """
 
-    def __init__(self, flash: Attention = flash_attention_2, context: ContextParallel | None = None):
+    def __init__(self, flash: int = 2, context: ContextParallel | None = None):
         super().__init__()
         self.flash, self.context = flash, context
 
@@ -45,7 +45,7 @@ def attend(
     *,
     window: int = 0,
     softcap: float = 0.0,
-    flash: Attention = flash_attention_2,
+    flash: int = 2,
     context: ContextParallel | None = None,
 ) -> Tensor:
     """q: [1, heads, T, head_dim], k: [1, kv_heads, T, head_dim], v: [1, kv_heads, T, v_dim] -> [1, T, heads, v_dim].
@@ -68,7 +68,7 @@ def attend(
         return _by_length_class(q, k, v, documents, scale, window, softcap).unsqueeze(0)
     if q.is_cuda and softcap:
         raise ValueError("no kernel here computes attention with a softcap")
-    return flash(q, k, v, documents, scale, window).unsqueeze(0)
+    return attention(q, k, v, documents, scale, window, flash).unsqueeze(0)
 
 
 def _by_length_class(

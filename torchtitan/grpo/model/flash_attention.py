@@ -9,6 +9,7 @@ its results are compared with version 2's before use.
 import functools
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +27,11 @@ CAPABILITIES = (9, 10)
 TOLERANCE = 0.02
 """Largest relative difference (Frobenius norms) between two kernels' bfloat16 results. Rounding gives a fifth of it."""
 
-Attention = Callable[..., Tensor]
-"""attention(q, k, v, documents, scale, window): causal, within each document of a packed row.
-
-q: [T, heads, head_dim], k and v: [T, kv_heads, head_dim], float16 or bfloat16 on CUDA. documents: `Documents`. scale:
-of the scores, by default head_dim ** -0.5. window: see `document_attention.attend`. Returns [T, heads, head_dim].
-"""
-
 
 def choose_attention(
     wanted: str, device: torch.device, heads: int, kv_heads: int, head_dim: int, window: int = 0
-) -> Attention:
-    """Choose the attention kernels for a model's packed rows.
+) -> int:
+    """The version of FlashAttention for a model's packed rows: 2 or 4.
 
     Args:
         wanted: `[training] flash_attention`: "FA2", "FA4", or "auto" for FA4 where it is installed and works.
@@ -47,14 +41,14 @@ def choose_attention(
         UserError: FA4 is wanted, but it is missing, does not support this device or disagrees with FA2.
     """
     if wanted == "FA2" or (wanted == "auto" and (device.type != "cuda" or not _installed())):
-        return flash_attention_2
+        return 2
     why_not = _unfit(device, heads, kv_heads, head_dim, window)
     if not why_not:
         logger.info("Attention by FlashAttention 4")
-        return flash_attention_4
+        return 4
     if wanted == "auto":
         logger.warning(f"{PACKAGE} is installed and cannot be used: {why_not}. Attention by FlashAttention 2")
-        return flash_attention_2
+        return 2
     raise UserError(f'[training] flash_attention = "{wanted}": {why_not}. "auto" runs without it')
 
 
@@ -76,7 +70,7 @@ def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int, windo
     try:
         package()
         example = *_example(device, heads, kv_heads, head_dim), window
-        results = [_results(attention, *example) for attention in (flash_attention_4, flash_attention_2)]
+        results = [_results(partial(attention, version=version), *example) for version in (4, 2)]
         pairs = zip(*results, strict=True)
         worst = max(((new - old).norm() / old.norm()).item() for new, old in pairs)
     except Exception as error:  # an import, a compiler or a changed signature may raise anything
@@ -101,32 +95,26 @@ def _example(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
 
 
 def _results(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Documents, window: int
+    attends: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Documents, window: int
 ) -> list[Tensor]:
     """Output and the gradients of q, k and v, in float32."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs, documents, None, window)
+    out = attends(*inputs, documents, None, window)
     out.backward(grad)
     return [x.float() for x in (out.detach(), *(x.grad for x in inputs))]
 
 
-def flash_attention_2(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None, window: int = 0
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None, window: int = 0, version: int = 2
 ) -> Tensor:
-    """An `Attention`: torch's own kernels, as `varlen_attn` has them."""
-    return _attend(q, k, v, documents, scale, window, 2)
+    """Causal attention within each document of a packed row: [T, heads, head_dim].
 
-
-def flash_attention_4(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None, window: int = 0
-) -> Tensor:
-    """An `Attention`: the CuTe DSL kernels of `flash-attn-4`."""
-    return _attend(q, k, v, documents, scale, window, 4)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: int, version: int
-) -> Tensor:
+    Args:
+        q, k, v: q is [T, heads, head_dim], k and v [T, kv_heads, head_dim], float16 or bfloat16 on CUDA.
+        scale: Of the scores, by default head_dim ** -0.5.
+        window: See `document_attention.attend`.
+        version: 2 are torch's own kernels, as `varlen_attn` has them; 4 the CuTe DSL kernels of `flash-attn-4`.
+    """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     keys = documents.keys
     indices = (None, None, None) if keys is None else (keys.positions, keys.order, keys.bounds)

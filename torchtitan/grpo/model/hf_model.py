@@ -19,7 +19,6 @@ from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.document_attention import attend
 from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.families import Unsupported, logit_rule
-from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 
 ATTENTION = "torchtitan_grpo_documents"
 PREFIX = "hf."
@@ -97,7 +96,7 @@ class TransformersModel(nn.Module):
         documents: Documents,
         routes: Tensor | None = None,
         *,
-        flash: Attention = flash_attention_2,
+        flash: int = 2,
         context: ContextParallel | None = None,
         uses: BlockUses | None = None,
     ) -> Tensor:
@@ -179,7 +178,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     documents: Documents | None = None,
-    flash: Attention = flash_attention_2,
+    flash: int = 2,
     context: ContextParallel | None = None,
     uses: BlockUses | None = None,
     **more: Any,

@@ -18,7 +18,6 @@ from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.document_attention import PackedAttention
 from torchtitan.grpo.model.documents import Documents, documents_for_compiled_blocks, documents_of, shared_prefixes
 from torchtitan.grpo.model.experts import expert_tokens
-from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.flops import used
 from torchtitan.grpo.model.logprobs import token_logprobs
 from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
@@ -37,7 +36,7 @@ def make_packed(
     compile: bool = False,
     kept_logits_bytes: int = 0,
     round_logits: bool = False,
-    flash: Attention = flash_attention_2,
+    flash: int = 2,
 ) -> None:
     """Make `model(microbatch, temperature)` return log-probabilities of the answer tokens of a packed row.
 
@@ -47,7 +46,8 @@ def make_packed(
         context: With context parallelism, which does not go with `tp_mesh`.
         compile: Blocks are compiled; compile the log-probabilities too.
         kept_logits_bytes, round_logits: See `logprobs.token_logprobs`.
-        flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`; elsewhere torch's SDPA is used.
+        flash: Version of FlashAttention in bfloat16 or float16 on CUDA, from `choose_attention`; elsewhere torch's SDPA
+            is used.
     """
     states: States = _states_of_parts
     if hasattr(model, "final_states"):

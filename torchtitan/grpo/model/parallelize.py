@@ -25,7 +25,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.grpo.config.batch import ranks_of_a_row, row_tokens
 from torchtitan.grpo.host_memory.block_inputs import BlockInputs
 from torchtitan.grpo.model.context_parallel import ContextParallel
-from torchtitan.grpo.model.flash_attention import Attention, choose_attention, flash_attention_2
+from torchtitan.grpo.model.flash_attention import choose_attention
 from torchtitan.grpo.model.flash_operator import KEPT_BY_SELECTIVE_CHECKPOINTING
 from torchtitan.grpo.model.lora import add_adapters, init_adapters
 from torchtitan.grpo.model.mlp_chunks import chunk_mlps
@@ -163,9 +163,9 @@ def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfi
         model.layers.register_module(name, block)
 
 
-def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device) -> Attention:
+def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device) -> int:
     if config.training.mixed_precision_param == "float32":  # neither version has kernels for it
-        return flash_attention_2
+        return 2
     args: Any = source.model_args
     split = dims.tp * dims.cp
     heads, kv_heads = args.n_heads // split, max(1, args.n_kv_heads // split)
