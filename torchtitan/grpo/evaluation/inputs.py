@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import re
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, read_run_config
 from torchtitan.grpo.checkpoint.trainer_state import TRAINER_STATE
 from torchtitan.grpo.config.contradictions import check_contradictions
+from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.hub import fetched
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.jobs import job_of
@@ -189,11 +189,7 @@ def check_not_trained_on(
     now = resolved(config)
     if not asks or all(now[path] == value for path, value in own.items() if path in now):
         return
-    run = copy.deepcopy(config)
-    for path, value in own.items():
-        section, _, name = path.partition(".")
-        if path in now:
-            setattr(getattr(run, section), name, value)
+    run = changed(config, {path: value for path, value in own.items() if path in now})
     try:
         fill_tables(run)
         run = fetched(run)
