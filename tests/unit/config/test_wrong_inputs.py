@@ -301,7 +301,7 @@ CONFIGURATION = {
     ),
     "correction twice": flag("--grpo.proximal_logprobs", "sampler", 'set importance_correction = "none"'),
     "load_step without resume": flag("--checkpoint.load_step", "3", "[checkpoint] load_step = 3", "resume = true"),
-    "optimizer": flag("--optimizer.name", "Muon", "AdamW or Adam"),
+    "optimizer": flag("--optimizer.name", "Muon", 'write "AdamW" or "Adam"'),
     "negative seed": flag("--debug.seed", "-1", "[debug] seed = -1 must be at least 0"),
     "seed as text": flag("--debug.seed", "abc", "[debug] seed", '"abc" is text, not int'),
     "seed too large": flag("--debug.seed", "4294967296", "[debug] seed", "NumPy takes no other"),

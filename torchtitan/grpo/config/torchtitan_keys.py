@@ -13,7 +13,6 @@ TORCHTITAN_TEXTS: dict[str, str] = {
     "job.dump_folder": "Folder for metrics, samples, checkpoints and logs of the run.",
     "job.description": "A name for the run, for people.",
     "metrics.enable_wandb": "Log to Weights & Biases. Needs the package wandb.",
-    "optimizer.name": "`AdamW` or `Adam`.",
     "lr_scheduler.decay_type": "Shape of the decay.",
     "training.dtype": "Type of weights, gradients and optimizer state. float32 keeps the small updates of RL.",
     "training.mixed_precision_param": "Type of weights and activations in forward and backward passes.",
@@ -41,6 +40,8 @@ class Model:
 
 @dataclass
 class Optimizer:
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """The rule of an update."""
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-6
     """Learning rate. RL of all weights uses about 1e-6."""
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
