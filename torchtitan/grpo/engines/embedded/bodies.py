@@ -1,8 +1,9 @@
 """Bodies of the embedded server's routes: requests are checked and read, replies are written, in vLLM's forms."""
 
 import uuid
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -16,16 +17,31 @@ from torchtitan.grpo.inside_vllm.prompt_scores import as_text
 TOP_LOGPROBS_MAX = 128
 ANSWERS_MAX = 1 << 16
 """Most answers to one request. All are in the queue at once."""
-INT64 = range(-(1 << 63), 1 << 63)
+_INT64 = msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Zero = Annotated[float, msgspec.Meta(ge=0, le=0)]
 
-NEUTRAL = {
-    "repetition_penalty": (1, 1.0),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "detokenize": (False, True),
-    "output_kind": (0, 1, 2),
-}
-"""Sampling parameters that are accepted only at values that have no effect."""
+
+class _Sampling(msgspec.Struct, forbid_unknown_fields=True):
+    """`sampling_params`. Those from `repetition_penalty` on are accepted only at values that have no effect."""
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_MAX)] = 1
+    temperature: float = 1.0
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stop_token_ids: list[int] = []
+    seed: Annotated[int, _INT64] | None = None
+    ignore_eos: bool = False
+    stop: list[Annotated[str, msgspec.Meta(min_length=1)]] = []
+    top_p: _Share = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = 0
+    min_p: _Share = 0.0
+    flat_logprobs: bool = False
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_MAX)] = 0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=1, le=1)] = 1.0
+    presence_penalty: _Zero = 0.0
+    frequency_penalty: _Zero = 0.0
+    detokenize: bool = False
+    output_kind: Literal[0, 1, 2] = 0
 
 
 class BadRequest(ValueError):
@@ -38,43 +54,32 @@ def generation(body: dict, generator: Generator) -> Request:
     Raises:
         BadRequest: It has what this server does not do, or more than the model takes.
     """
-    token_ids, sampling = token_ids_of(body.get("token_ids"), "token_ids", generator), body.get("sampling_params", {})
-    if not isinstance(sampling, dict):
+    token_ids, given = token_ids_of(body.get("token_ids"), "token_ids", generator), body.get("sampling_params", {})
+    if not isinstance(given, dict):
         raise BadRequest("sampling_params must be an object")
     if body.get("stream"):
         raise BadRequest("stream is not supported")
-    sampling = {name: value for name, value in sampling.items() if value is not None}
-    stop_token_ids = sampling.pop("stop_token_ids", [])
-    if not isinstance(stop_token_ids, list) or not all(type(t) is int for t in stop_token_ids):
-        raise BadRequest("stop_token_ids must be a list of integers")
-    stop = sampling.pop("stop", [])
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise BadRequest("stop must be a list of texts, none of them empty")
-    if stop and generator.decode is None:
+    try:
+        sampling = msgspec.convert({name: value for name, value in given.items() if value is not None}, _Sampling)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"sampling_params: {str(error)[:200]}") from error
+    if sampling.stop and generator.decode is None:
         raise BadRequest("stop needs a tokenizer, and the model's folder has no tokenizer.json")
-    room = max(1, generator.max_model_len - len(token_ids))
     params = SamplingParams(
-        n=_whole(sampling, "n", 1, 1, ANSWERS_MAX),
-        temperature=temperature_of(sampling),
-        max_tokens=_whole(sampling, "max_tokens", room, 1, INT64.stop - 1),
-        stop_token_ids=tuple(stop_token_ids),
-        seed=_whole(sampling, "seed", None, INT64.start, INT64.stop - 1),
-        ignore_eos=bool(sampling.pop("ignore_eos", False)),
-        stop=tuple(stop),
-        top_p=_share(sampling, "top_p", 1.0),
-        top_k=max(0, _whole(sampling, "top_k", 0, -1, INT64.stop - 1)),
-        min_p=_share(sampling, "min_p", 0.0),
+        n=sampling.n,
+        temperature=checked_temperature(sampling.temperature),
+        max_tokens=sampling.max_tokens or max(1, generator.max_model_len - len(token_ids)),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+        stop=tuple(sampling.stop),
+        top_p=sampling.top_p,
+        top_k=max(0, sampling.top_k),
+        min_p=sampling.min_p,
         kept=bool(body.get("return_sampling_mask")),
     )
     if params.kept and not params.top_k:
         raise BadRequest("return_sampling_mask needs top_k over 0, which bounds how many tokens are kept")
-    flat_logprobs = bool(sampling.pop("flat_logprobs", False))
-    top_logprobs = _whole(sampling, "logprobs", 0, 0, min(TOP_LOGPROBS_MAX, generator.model.config.vocab_size))
-    for name, value in sampling.items():
-        if name not in NEUTRAL:
-            raise BadRequest(f"sampling parameter {short(name)} is not supported by the embedded server")
-        if value not in NEUTRAL[name]:
-            raise BadRequest(f"sampling parameter {name!r} must be one of {NEUTRAL[name]}, not {short(value)}")
     try:
         generator.check(len(token_ids), params.max_tokens)
     except ValueError as error:
@@ -83,7 +88,8 @@ def generation(body: dict, generator: Generator) -> Request:
     routes = bool(body.get("return_routed_experts"))
     if routes and generator.routing.shape is None:
         raise BadRequest("return_routed_experts: the model has no experts")
-    return Request(request_id, token_ids, params, top_logprobs, flat_logprobs, routes)
+    top_logprobs = min(sampling.logprobs, generator.model.config.vocab_size)
+    return Request(request_id, token_ids, params, top_logprobs, sampling.flat_logprobs, routes)
 
 
 def token_ids_of(token_ids: Any, name: str, generator: Generator) -> list[int]:
@@ -174,32 +180,12 @@ async def json_of(http: web.Request) -> dict:
     return body
 
 
-def _whole(sampling: dict, name: str, default: Any, lowest: int, highest: int) -> Any:
-    """Take a whole number out of the sampling parameters."""
-    value = sampling.pop(name, default)
-    if value is not default and (type(value) is not int or not lowest <= value <= highest):
-        raise BadRequest(
-            f"sampling parameter {name!r} must be a whole number from {lowest} to {highest}, not {short(value)}"
-        )
-    return value
-
-
-def temperature_of(sampling: dict) -> float:
-    """Take the temperature out of the sampling parameters. 0 is greedy."""
-    value = sampling.pop("temperature", 1.0)
+def checked_temperature(value: Any) -> float:
+    """A temperature; 0 is greedy."""
     if type(value) not in (int, float) or not (value == 0 or TEMPERATURE_MIN <= value <= TEMPERATURE_MAX):
         raise BadRequest(
-            f"sampling parameter 'temperature' must be 0, or a number from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}, "
-            f"not {short(value)}"
+            f"temperature must be 0, or a number from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}, not {short(value)}"
         )
-    return float(value)
-
-
-def _share(sampling: dict, name: str, default: float) -> float:
-    """Take a number from 0 to 1 out of the sampling parameters."""
-    value = sampling.pop(name, default)
-    if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise BadRequest(f"sampling parameter {name!r} must be a number from 0 to 1, not {short(value)}")
     return float(value)
 
 

@@ -155,7 +155,7 @@ class EmbeddedApp:
         for ids in sequences:
             if len(ids) > self.generator.max_model_len:
                 raise BadRequest(f"a prompt has {len(ids)} tokens, --max-model-len is {self.generator.max_model_len}")
-        temperature = bodies.temperature_of({"temperature": body.get("prompt_logprobs_temperature", 1.0)})
+        temperature = bodies.checked_temperature(body.get("prompt_logprobs_temperature", 1.0))
         if not temperature:
             raise BadRequest("prompt_logprobs_temperature must be over 0")
         if self.torn:
