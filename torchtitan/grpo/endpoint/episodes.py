@@ -6,7 +6,9 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import chat_messages
@@ -23,20 +25,22 @@ if TYPE_CHECKING:
 
 TAKEN_MAX = 3
 """How often an episode is handed out before it has failed."""
-_REWARDS_MAX, _NAME_MAX = 64, 128
 _ERROR_CHARS = 2000
 """Of a posted error, which goes to logs."""
 WAIT_MAX_S = 60.0
 """Longest that a harness may wait for an episode in one request."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a harness says of an episode, see `outcome`."""
+_Number = Annotated[float, msgspec.Meta(ge=-REWARD_MAX, le=REWARD_MAX)]
+_Name = Annotated[str, msgspec.Meta(max_length=128)]
 
-    reward: float | None
-    rewards: dict[str, float]
-    error: str
+
+class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a harness says of an episode: its reward, others by name, each of which is a metric, and what failed."""
+
+    reward: _Number | None = None
+    rewards: Annotated[dict[_Name, _Number], msgspec.Meta(max_length=64)] | None = None
+    error: str | None = None
 
 
 @dataclass(eq=False)
@@ -228,38 +232,27 @@ async def rollout(client: RolloutClient, prompt: Prompt) -> list[Sample]:
 
 
 def outcome(body: Mapping[str, Any]) -> Outcome:
-    """Check what a harness posts: `reward`, a number or null; `rewards` by name, for metrics; `error`, a text.
+    """What a harness posts.
 
     Raises:
         BadRequest: It is something else.
     """
-    if unknown := body.keys() - {"reward", "rewards", "error"}:
-        raise BadRequest(min(unknown), "an episode has reward, rewards and error")
-    reward, rewards, error = body.get("reward"), body.get("rewards") or {}, body.get("error") or ""
-    if not isinstance(rewards, dict):
-        raise BadRequest("rewards", "must be an object of numbers by name")
-    if len(rewards) > _REWARDS_MAX or any(len(name) > _NAME_MAX for name in rewards):
-        raise BadRequest("rewards", f"may have {_REWARDS_MAX} names of {_NAME_MAX} characters: each is a metric")
-    numbers = rewards | ({} if reward is None else {"reward": reward})
-    for name, value in numbers.items():
-        if type(value) not in (int, float) or not abs(value) <= REWARD_MAX:
-            raise BadRequest(name, f"must be a number of size {REWARD_MAX:g} or less, not {repr(value)[:50]}")
-    if not isinstance(error, str):
-        raise BadRequest("error", "must be a text")
-    numbers = {name: float(value) for name, value in rewards.items()}
-    return Outcome(None if reward is None else float(reward), numbers, error[:_ERROR_CHARS])
+    try:
+        return msgspec.convert(body, Outcome)
+    except msgspec.ValidationError as error:
+        raise BadRequest("body", str(error)[:300]) from error
 
 
 def _samples(session: Session, outcome: Outcome) -> list[Sample]:
     """The samples of a session, each with the episode's reward."""
-    samples = session.samples()
+    samples, error = session.samples(), (outcome.error or "")[:_ERROR_CHARS]
     if not samples:
-        return [_failed(session.prompt, f"ended without a model call{outcome.error and f': {outcome.error}'}")]
+        return [_failed(session.prompt, f"ended without a model call{error and f': {error}'}")]
     for sample in samples:
-        if outcome.error:
-            sample.reward_failures = {ENDPOINT: f"ended in an error: {outcome.error}"}
+        if error:
+            sample.reward_failures = {ENDPOINT: f"ended in an error: {error}"}
         else:
-            sample.reward, sample.rewards = outcome.reward, dict(outcome.rewards)
+            sample.reward, sample.rewards = outcome.reward, dict(outcome.rewards or {})
     return samples
 
 
