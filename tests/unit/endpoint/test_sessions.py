@@ -182,15 +182,15 @@ REFUSED = {
     "bias": ({"logit_bias": {"5": 1}}, 400, "leave it out"),
     "unknown": ({"guided_regex": "a"}, 400, "does not know"),
     "many logprobs": ({"logprobs": 5}, 400, "sampled token"),
-    "no length": ({"max_tokens": -1}, 400, "whole number"),
-    "stops": ({"stop": [1]}, 400, "list of texts"),
-    "many stops": ({"stop": ["a"] * 17}, 400, "16 at most"),
-    "a long stop": ({"stop": "a" * 257}, 400, "256 characters"),
-    "many stop tokens": ({"stop_token_ids": [5] * 2**15}, 400, "16384 at most"),
-    "many answers": ({"n": 65_537}, 400, "1 to 128"),
+    "no length": ({"max_tokens": -1}, 400, "`int` >= 1 - at `$.max_tokens`"),
+    "stops": ({"stop": [1]}, 400, "Expected `str`, got `int` - at `$.stop[0]`"),
+    "many stops": ({"stop": ["a"] * 17}, 400, "length <= 16 - at `$.stop`"),
+    "a long stop": ({"stop": "a" * 257}, 400, "length <= 256 - at `$.stop[0]`"),
+    "many stop tokens": ({"stop_token_ids": [5] * 2**15}, 400, "length <= 16384"),
+    "many answers": ({"n": 65_537}, 400, "`int` <= 128 - at `$.n`"),
     "no prompt": ({"prompt": ""}, 400, "is empty"),
     "other tokens": ({"prompt": [1, 99999]}, 400, "ids under 64"),
-    "no text": ({"prompt": [1.5]}, 400, "list of token ids"),
+    "no text": ({"prompt": [1.5]}, 400, "Expected `int`, got `float`"),
 }
 
 

@@ -7,7 +7,7 @@ that would change the distribution is refused, unless it has the run's own value
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,12 +16,8 @@ from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 CHAT = ("messages", "tools")
 COMPLETIONS = ("prompt",)
 
-_ANSWERS_MAX = 128
-"""Of one call, as at OpenAI."""
-_STOPS_MAX = 16
-"""SGLang takes 32 for one request, and the run may have its own."""
-_STOP_CHARS_MAX, _STOP_TOKENS_MAX = 256, 2**14
-"""Servers look through them all after each token."""
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _BRACKETS_MAX = 2**18
 """Of a body. Lists and objects take most of the time of its parsing, in which no other thread runs."""
 _LIMITS = (
@@ -82,22 +78,22 @@ class TooLong(BadRequest):
     status = 413
 
 
-@dataclass(frozen=True)
-class Call:
-    """A checked request.
+class Call(msgspec.Struct, frozen=True):
+    """A checked request. Servers look through all that may stop an answer after each token.
 
     Attributes:
+        n: As many as at OpenAI.
         max_tokens: None: as many as are left.
-        stop, stop_token_ids: Besides the run's own.
+        stop, stop_token_ids: Besides the run's own. SGLang takes 32 texts for one request.
         logprobs, return_token_ids: The reply has them.
         stream: The reply is one server-sent event.
         tools: Of a chat request; None if there are none.
     """
 
-    n: int = 1
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**20)] | None = None
+    stop: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=16)] = ()
+    stop_token_ids: Annotated[tuple[_Token, ...], msgspec.Meta(max_length=2**14)] = ()
     logprobs: bool = False
     return_token_ids: bool = False
     stream: bool = False
@@ -164,31 +160,15 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
                 f"{repr(value)[:100]} would change what the run samples or trains on, and it has "
                 f"{' or '.join(map(repr, wanted))}: leave it out",
             )
-    stop = body.get("stop") or ()
-    logprobs = body.get("logprobs")
+    stop, logprobs = body.get("stop") or (), body.get("logprobs")
     if not isinstance(logprobs, bool) and logprobs not in (None, 0, 1):
         raise BadRequest("logprobs", "only the sampled token's log-probability is there: ask for 1 at most")
-    stops = _list_of("stop", (stop,) if isinstance(stop, str) else stop, str)
-    if len(stops) > _STOPS_MAX or max(map(len, stops), default=0) > _STOP_CHARS_MAX:
-        raise BadRequest("stop", f"give {_STOPS_MAX} at most, each of {_STOP_CHARS_MAX} characters at most")
-    stop_token_ids = _list_of("stop_token_ids", body.get("stop_token_ids") or (), int)
-    if len(stop_token_ids) > _STOP_TOKENS_MAX:
-        raise BadRequest("stop_token_ids", f"has {len(stop_token_ids)} token ids: give {_STOP_TOKENS_MAX} at most")
-    tools = body.get("tools") or None
-    if tools is not None and not isinstance(tools, list):
-        raise BadRequest("tools", "must be a list")
-    longest = body.get("max_completion_tokens") or body.get("max_tokens")
-    return Call(
-        n=_whole("n", body.get("n") or 1, _ANSWERS_MAX),
-        max_tokens=None if longest is None else _whole("max_tokens", longest),
-        stop=stops,
-        stop_token_ids=stop_token_ids,
-        logprobs=logprobs is not None and logprobs is not False,
-        return_token_ids=bool(body.get("return_token_ids")),
-        stream=bool(body.get("stream")),
-        tools=tools,
-        model=str(body.get("model") or ""),
-    )
+    given = {name: body.get(name) or None for name in Call.__struct_fields__} | {
+        "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens") or None,
+        "stop": (stop,) if isinstance(stop, str) else stop,
+        "logprobs": logprobs is not None and logprobs is not False,
+    }
+    return _converted("body", {name: value for name, value in given.items() if value is not None}, Call)
 
 
 def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
@@ -199,24 +179,17 @@ def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
     """
     if not value:
         raise BadRequest(name, "is empty: give the conversation so far")
-    ids = list(_list_of(name, value, int))
+    ids: list[int] = _converted(name, value, list[_Token])
     if max(ids) >= vocab_size:
         raise BadRequest(name, f"has {max(ids)}, and the tokenizer has ids under {vocab_size}")
     return ids
 
 
-def _whole(name: str, value: Any, largest: int = 2**20) -> int:
-    if type(value) is not int or not 1 <= value <= largest:
-        raise BadRequest(name, f"must be a whole number from 1 to {largest}, not {repr(value)[:50]}")
-    return value
-
-
-def _list_of(name: str, values: Any, kind: type) -> tuple[Any, ...]:
-    fits = isinstance(values, list | tuple) and all(type(each) is kind for each in values)
-    if not fits or any(not each if kind is str else not 0 <= each < 2**31 for each in values):
-        what = "texts" if kind is str else "token ids"
-        raise BadRequest(name, f"must be a list of {what}, not {repr(values)[:100]}")
-    return tuple(values)
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(name, str(error)[:300]) from error
 
 
 def cut_text(text: str, stop: Sequence[str]) -> str:
