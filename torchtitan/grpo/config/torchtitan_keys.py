@@ -41,7 +41,7 @@ class Model:
 @dataclass
 class Optimizer:
     name: Literal["AdamW", "Adam"] = "AdamW"
-    """The rule of an update."""
+    """Update rule."""
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-6
     """Learning rate. RL of all weights uses about 1e-6."""
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
