@@ -42,7 +42,7 @@ class Worker:
 
     def __init__(self, resources: contextlib.ExitStack, event: Callable[..., None]) -> None:
         self.resources, self.event = resources, event
-        self.rewards = SimpleNamespace(scored=0)
+        self.scored = 0
         self.told: list[Any] = []
         self.collector = SimpleNamespace(on_loop=lambda call: call())
         self.fleet = SimpleNamespace(apply=self.told.append, requests_in_flight=lambda serial: 10 * serial)
@@ -67,7 +67,7 @@ class Worker:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(0.02)
-            self.rewards.scored += scores
+            self.scored += scores
         return "waited"
 
     def servers_told(self) -> list[Any]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -35,6 +36,7 @@ from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import HOLD_S
 from torchtitan.grpo.rollouts.silence import LOOK_S, REPLY_S
+from torchtitan.grpo.run.rollout_worker import RolloutWorker
 
 VERSION = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)
@@ -1106,9 +1108,13 @@ def test_answers_with_a_reward_of_the_environment_are_not_scored(make_collector)
         first.reward = -3.0
         return [first, second]
 
-    [group] = make_collector(environment=judged).collect(prompts_of(1), PARAMS, "judged")
+    collector = make_collector(environment=judged)
+    [group] = collector.collect(prompts_of(1), PARAMS, "judged")
     assert [sample.rewards for sample in group] == [{}, {"length": float(len(group[1].text))}]
     assert group[0].reward == -3.0 and group[0].text
+    worker = RolloutWorker.__new__(RolloutWorker)
+    worker.rewards, worker.stream, worker.collector = SimpleNamespace(scored=2), object(), collector
+    assert worker.scored == 3, "or a step in which the environment gives all rewards would not count as progress"
 
 
 def test_the_answers_of_a_group_are_decoded_together(make_collector, tokenizer, monkeypatch) -> None:

@@ -78,6 +78,7 @@ class Collector:
 
     Attributes:
         endpoint: With `[rollout] serve_port`, set by `endpoint.server.serve`.
+        ended: Groups that have their rewards, whoever gave them.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Collector:
         self.group_timeout_s = group_timeout_s
         self.environments = environments or Environments()
         self.endpoint: Endpoint | None = None
+        self.ended = 0
         self._listeners: list[Callable[[], None]] = []
         self.to_close: list[Callable[[], Awaitable[None]]] = []
         """Called on the event loop when it ends."""
@@ -269,7 +271,9 @@ class Collector:
         call.on_answered()
         unrewarded = 0.0 if teachers and teachers.alone else None
         rewarded = self._loop.run_in_executor(self._scoring, self._score, group, unrewarded)
-        return await (teachers.scored(group, rewarded) if teachers else rewarded)
+        group = await (teachers.scored(group, rewarded) if teachers else rewarded)
+        self.ended += 1
+        return group
 
     async def _collect_all(self, asks: list[Ask], alone: bool) -> list[list[Group]]:
         if any(server.engine is None or server.engine.repeats_in_flight for server in self.fleet.servers):

@@ -144,7 +144,7 @@ class Service:
 
     def _beat(self) -> None:
         while True:
-            self._event("beat", self.worker.rewards.scored if self.worker else 0)
+            self._event("beat", self.worker.scored if self.worker else 0)
             time.sleep(BEAT_S)
 
     # --------------------------------------------------------------- what does not wait until the main thread is free

@@ -122,6 +122,11 @@ class RolloutWorker:
         self.prompts = load_training(config, tokenizer, self.held_out, make, rows)
         self.rewards.check(self.prompts.first(2), refuse=not config.rollout.environment)
 
+    @property
+    def scored(self) -> int:
+        """It grows as long as answers get rewards, from functions or from the environment. For any thread."""
+        return self.rewards.scored + (0 if self.stream is None else self.collector.ended)
+
     def try_rewards(self) -> list[str]:
         """Lines about the rewards of a right, a wrong and an empty answer."""
         return trial_lines(self.config, self.rewards, self.prompts.first(2))
