@@ -42,6 +42,7 @@ class Run(TinyTrainer):
 
     def stop(self) -> None:
         """Nothing is waited for."""
+        self.is_stopped = True
 
     def write_checkpoint(self, last: bool) -> None:
         self.checkpointer.save(self.step, last)
@@ -73,6 +74,7 @@ def test_the_last_whole_step_is_saved_once_whether_its_save_is_done_under_way_or
         threading.Timer(0.1, may_write.set).start()
         run.train_until(2, error)
     assert raised.value is error and not is_disk_full(error)
+    assert run.is_stopped, "or the state would be asked of a rollout process that still takes the next step"
     assert written == complete_steps(run.checkpointer.folder) == [2] and run.step == 2
 
 

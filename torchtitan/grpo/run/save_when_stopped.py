@@ -101,6 +101,7 @@ def _save_failed(run: Run) -> None:
     said = logger.warning if run.is_rank0 else logger.debug
     if run.ending.trained is None:
         return said(_words(run, f"the run ends amid the optimizer's part of step {run.step}, so no step can be saved"))
+    run.stop()  # of several rollout processes, those that have not failed may still wait for answers
     try:
         _save(run)
     except Exception as error:
