@@ -54,6 +54,10 @@ class Worker:
     def files(self, *parts: bytes) -> tuple[Any, list[list[bytes]]]:
         return len(parts), [[part, part] for part in parts]
 
+    def files_later(self, seconds: float) -> tuple[Any, list[list[bytes]]]:
+        time.sleep(seconds)
+        return None, [[b"a"], [b"b"]]
+
     def lacks_memory(self, size: int) -> None:
         raise MemoryError(size)
 

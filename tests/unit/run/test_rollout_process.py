@@ -1,5 +1,6 @@
 """The rollout process as the trainer sees it: a real process, with a worker that does what a test asks of it."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,12 +17,14 @@ import pytest
 from process_group import wait_for
 
 from tests.helpers import scripted_rollouts
+from tests.helpers.files import no_files_left
 from tests.helpers.forked_rollouts import ForkedBesides
 from tests.helpers.ranks import begin_imports
 from tests.helpers.scripted_rollouts import FAILURES
 from torchtitan.grpo.errors import PlainError, UserError
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.run import rollout_process
+from torchtitan.grpo.run.kept_process import KeptProcess
 from torchtitan.grpo.run.rollout_process import ProcessLost, RolloutError, RolloutProcess
 
 LOOK_S = 0.05
@@ -179,6 +182,23 @@ def test_a_process_that_does_not_start_is_lost(heard, monkeypatch):
     assert not wait_for(lambda: heard.ends == [process.lost], 5)
 
 
+def test_a_machine_without_room_for_another_process_is_asked_again(heard, monkeypatch, caplog):
+    kept = KeptProcess(lambda *heard: RolloutProcess(*heard, 20.0), heard.on_event)
+    failing = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")]
+
+    def fails_once(*how: Any) -> ForkedBesides:
+        if failing:
+            raise failing.pop()
+        return start(*how)
+
+    monkeypatch.setattr(rollout_process, "start", fails_once)
+    kept.introduce("prepare")
+    os.kill(kept.now.pid, signal.SIGKILL)
+    assert kept.call("echo")[0] == [0] and kept.losses == 2
+    assert "no rollout process can be started: [Errno 11] Resource temporarily unavailable" in caplog.text
+    kept.close()
+
+
 def test_an_end_is_noticed_though_its_child_holds_the_channel_and_the_child_ends_too(process):
     child, _ = process.call("leaves_a_child", 0)
     with pytest.raises(ProcessLost, match="status 1"):
@@ -222,6 +242,11 @@ def test_a_thread_that_fails_on_either_side_ends_it(process, heard):
     with pytest.raises(ProcessLost, match="was ended, because KeyError: 'beat'"):
         other.call("waits", 0, [60])
     assert time.monotonic() - began < 5
+
+
+def test_a_trainer_without_room_for_the_files_of_a_message_says_so(process, heard):
+    with no_files_left(), pytest.raises(ProcessLost, match=rf"process {os.getpid()} has no room for 2 more open files"):
+        process.call("files_later", 0, [0.2])
 
 
 def test_it_is_closed_in_order_and_nothing_of_it_is_left(process, heard, tmp_path):

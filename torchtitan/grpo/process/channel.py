@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from torchtitan.grpo.errors import PlainError
+
 logger = logging.getLogger(__name__)
 
 Buffer = bytes | memoryview
@@ -76,6 +78,7 @@ class Channel:
 
         Raises:
             ChannelClosed: There will be none.
+            PlainError: Its files find no room here.
         """
         descriptors: list[int] = []
         try:
@@ -105,7 +108,7 @@ class Channel:
             head += more
         size, count = _HEADER.unpack(head)
         if len(descriptors) != count:
-            raise ChannelClosed(f"this process has no room for {count} more open files (ulimit -n)")
+            raise PlainError(f"process {os.getpid()} has no room for {count} more open files (ulimit -n)")
         payload = bytearray(size)
         left = memoryview(payload)
         while left:

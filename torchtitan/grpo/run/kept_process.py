@@ -213,6 +213,7 @@ class KeptProcess:
                 return
             except ProcessLost as error:
                 how = str(error)
+                time.sleep(self.losses_in_a_row)  # the machine may be short of what it needs
             except Exception as error:
                 self._fail(error)
                 return

@@ -76,6 +76,9 @@ class RolloutProcess:
         limit_s: Longest time that a call may go without an answer being scored.
         hides_torch: Its own modules are loaded without torch, in a fraction of the time. `transformers` has no models
             there then.
+
+    Raises:
+        ProcessLost: The system has no process or memory for it.
     """
 
     def __init__(
@@ -98,7 +101,10 @@ class RolloutProcess:
         self._is_heard = self._closing = self._is_loading = False
         own, its = socket.socketpair()
         with its:
-            self._process = start(its.fileno(), hides_torch)
+            try:
+                self._process = start(its.fileno(), hides_torch)
+            except OSError as error:
+                raise ProcessLost(f"no rollout process can be started: {error}") from error
         self._channel = Channel(own, "rollouts")
         self.pid = self._process.pid
         threading.Thread(target=self._read, name="rollouts-reader", daemon=True).start()
@@ -211,7 +217,7 @@ class RolloutProcess:
         except ChannelClosed:
             pass
         except Exception as error:
-            logger.exception("what the rollout process says is not understood")
+            logger.exception("a message of the rollout process cannot be read")
             self.kill(in_words(error))
         finally:
             self._end()
