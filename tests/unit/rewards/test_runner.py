@@ -479,6 +479,29 @@ def test_a_worker_that_an_earlier_call_has_left_frozen_reads_no_calls_and_is_rep
     assert [sample.reward for sample in samples].count(1.0) >= 15
 
 
+@pytest.mark.parametrize("then", ["os._exit(7)", "time.sleep(600)"])
+def test_a_message_that_breaks_off_costs_its_own_score(tmp_path, monkeypatch, then):
+    """As one of a worker that is killed or frozen while it sends."""
+    (tmp_path / "torn_rewards.py").write_text(
+        "import os, struct, time\n"
+        "def tears(text, prompt):\n"
+        "    if text == 'tear':\n"
+        "        pipe = next(fd for fd in range(3, 99) if os.readlink(f'/proc/self/fd/{fd}').startswith('socket'))\n"
+        "        os.write(pipe, struct.pack('!i', 99) + b'...')\n"
+        f"        {then}\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torn_rewards", raising=False)
+    monkeypatch.setattr(process, "GRACE_S", 0.0)
+    samples = make_samples("a", "tear", "b")
+    with RewardRunner(Reward(functions=["torn_rewards:tears"], workers=1, timeout_seconds=1.0)) as runner:
+        thread = Thread(target=runner.score, args=(samples,), daemon=True)
+        thread.start()
+        thread.join(20)
+    assert [sample.reward for sample in samples] == [1.0, None, 1.0]
+
+
 def test_hang_costs_its_own_limit_and_no_other_score(functions):
     hang = f"{functions}:hang"
     samples = make_samples("a", "hang", "b", "hang", "c")

@@ -183,7 +183,7 @@ class RewardWorker:
                     blocks = ", and did not await" if grace_s else ""
                     return too_slow(self._timeout_s, answers) + blocks
                 scores |= self._connection.recv()
-        except (EOFError, ConnectionError, BlockingIOError):  # the last: of `_bound_writes`
+        except (EOFError, OSError):  # also amid a message, and of `_bound_messages`
             return f"ended its process with exit code {self._kill()}"
         return ""
 
@@ -206,7 +206,7 @@ class RewardWorker:
         try:
             why = self._connection.recv()
             self._ready = not why
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             why = ""
         if self._ready:
             return ""
@@ -260,7 +260,7 @@ class RewardWorker:
             if self._closed.is_set():
                 raise RuntimeError("The reward runner was closed while it scored")
             self._connection, connection = multiprocessing.Pipe()
-            _bound_writes(self._connection, self._timeout_s + GRACE_S)
+            _bound_messages(self._connection, self._timeout_s + GRACE_S)
             theirs.callback(connection.close)  # so that the pipe ends with the process
             life, ours = os.pipe()
             theirs.callback(os.close, life)
@@ -280,11 +280,13 @@ class RewardWorker:
             self._connection.send((sys.path, sys.argv, arguments))
 
 
-def _bound_writes(connection: Connection, seconds: float) -> None:
-    """Let a message raise BlockingIOError if it is not read in time: an earlier call may have left a worker frozen.
+def _bound_messages(connection: Connection, seconds: float) -> None:
+    """Let a message raise BlockingIOError if it is not read in time, or does not come to its end: an earlier call may
+    have left a worker frozen.
 
     The kernel keeps the time, so a message costs nothing more. It may be two writes: one that fills the pipe, and one
     that finds it full.
     """
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(seconds / 2), 0))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", math.ceil(seconds / 2), 0))
