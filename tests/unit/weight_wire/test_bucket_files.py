@@ -1,4 +1,5 @@
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import ROOT
+from tests.helpers.files import limited
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_wire.bucket_files import bucket_path, check_bucket, read_bucket, write_bucket
@@ -160,3 +162,13 @@ def test_a_folder_without_room_for_two_versions_is_refused_at_the_start(given, t
     with pytest.raises(UserError, match=needed + r".* and [\d,]+ are free: set \[weight_sync\] disk_folder"):
         DiskCopy(str(tmp_path) if given else "", [bucket])
     assert set(MEMORY.glob(f"{FOLDER_PREFIX}*")) <= before and not list(tmp_path.iterdir()), "it is removed"
+
+
+def test_a_folder_that_is_full_later_is_named(bucket, tmp_path):
+    """It is another disk than that of the run's folder."""
+    copy = DiskCopy(str(tmp_path), [bucket])
+    copy.begin()
+    named = rf"no room for weights in {tmp_path}/torchtitan-.*disk_folder.*File too large"
+    with limited(resource.RLIMIT_FSIZE, 10), pytest.raises(UserError, match=named):
+        copy.store(0, wire_of(bucket, 1))
+    copy.close()

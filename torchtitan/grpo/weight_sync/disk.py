@@ -26,6 +26,7 @@ from typing import TextIO
 import torch
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.disk_full import no_room
 from torchtitan.grpo.weight_sync.copies import VersionCopy
 from torchtitan.grpo.weight_sync.link import ReceiverLink
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, block_layers, peft_config
@@ -91,7 +92,12 @@ class DiskCopy(VersionCopy):
             (self._part / "adapter_config.json").write_text(self._config, encoding="utf-8")
 
     def store(self, index: int, wire: torch.Tensor) -> None:
-        write_bucket(self._part, self._buckets[index], wire.cpu())
+        try:
+            write_bucket(self._part, self._buckets[index], wire.cpu())
+        except Exception as error:
+            if not no_room(error):
+                raise
+            raise UserError(f"no room for weights in {self._folder} ([weight_sync] disk_folder): {error}") from error
         if self._config:
             check_bucket(self._part, self._buckets[index])
 
