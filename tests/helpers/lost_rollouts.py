@@ -4,7 +4,7 @@ Variables of its environment:
     LOSSES      JSON list of [verb, number, when, signal]: of a call by its verb's number, "before", "amid" or "after"
                 it. A fifth value is a signal that the trainer then sends itself.
     PROCESSES   File that gets a line of JSON about each process, before it is asked for its first answer.
-    FROZEN_S, LOSSES_MAX   In place of the constants of these names.
+    FROZEN_S, STOP_S, LOSSES_MAX   In place of the constants of these names.
     PUBLISH_S   Seconds that each publish takes longer, as if a server were slow.
 """
 
@@ -70,6 +70,7 @@ def about(pid: int) -> dict[str, Any]:
 
 RolloutProcess.call, WeightSync.publish = call, publish
 rollout_process.FROZEN_S = float(os.environ.get("FROZEN_S", rollout_process.FROZEN_S))
+rollout_process.STOP_S = float(os.environ.get("STOP_S", rollout_process.STOP_S))
 kept_process.LOSSES_MAX = int(os.environ.get("LOSSES_MAX", kept_process.LOSSES_MAX))
 
 if __name__ == "__main__":

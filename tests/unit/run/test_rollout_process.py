@@ -206,6 +206,15 @@ def test_an_end_is_noticed_though_its_child_holds_the_channel_and_the_child_ends
     assert not wait_for(lambda: is_gone(child), 5)
 
 
+def test_a_call_that_does_not_end_when_the_run_stops_ends_the_process(process, monkeypatch):
+    monkeypatch.setattr(rollout_process, "STOP_S", 0.5)
+    assert process.call("waits", 0, [1.0])[0] == "waited"
+    process.stop()
+    assert process.call("waits", 0, [0.1])[0] == "waited"
+    with pytest.raises(ProcessLost, match="was ended, because it did not stop in 'waits'"):
+        process.call("waits", 0, [60])
+
+
 def test_a_frozen_process_is_ended(process, heard, monkeypatch):
     monkeypatch.setattr(rollout_process, "FROZEN_S", 6)
     heard.takes_s = 10 * LOOK_S  # the trainer is slow to hear it

@@ -132,7 +132,7 @@ class KeptProcess:
             self._changed.notify_all()
             process = self._process
         if process is not None:
-            process.tell("stop")
+            process.stop()
 
     def describe(self) -> str:
         """What it waits for. For any thread."""
@@ -196,6 +196,7 @@ class KeptProcess:
                 return
             self._process = None
             self._scored += process.scored
+            self._changed.notify_all()  # a run that stops does not wait for another one
         threading.Thread(target=self._replace, args=(how,), name="rollouts-restart", daemon=True).start()
 
     def _replace(self, how: str) -> None:
@@ -254,7 +255,7 @@ class KeptProcess:
             return True
         self.tell_of_servers()
         if self.is_stopping:
-            process.tell("stop")
+            process.stop()
         if process.lost:  # before anybody would have been told
             self._on_end(process, process.lost)
         return True

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -38,6 +39,9 @@ SAY_S = 0.5
 """How long it has for that before it is killed."""
 CLOSE_S = 12.0
 """How long it may take to release everything."""
+STOP_S = 12.0
+"""How long a call may take in a run that is to stop: the rest of `stopping.SAVING_SHARE` is for saving. A validation
+has `stream.VALIDATION_S`."""
 DESCRIBE_S = 2.0
 _LOOK_S = 1.0
 _ERRORS = {kind.__name__: kind for kind in (StopRequested, UserError, EngineError, FleetError, PlainError)}
@@ -92,7 +96,7 @@ class RolloutProcess:
         """Answers scored so far."""
         self.lost = ""
         """How it has ended; "" while it is there."""
-        self._killed_for = ""
+        self._killed_for, self._stops_at = "", math.inf
         self._on_event, self._on_end, self._limit_s = on_event, on_end, limit_s
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[Reply]] = {}
@@ -122,9 +126,11 @@ class RolloutProcess:
         """
         self._is_loading = verb == "prepare"
         future = self._send(verb, newest, arguments, file)
-        scored, since = self.scored, time.monotonic()
+        scored, since = self.scored, (began := time.monotonic())
         while not concurrent.futures.wait([future], _LOOK_S).done:
-            if scored != self.scored:
+            if time.monotonic() > max(began, self._stops_at) + STOP_S:
+                self.kill(f"it did not stop in {verb!r}")
+            elif scored != self.scored:
                 scored, since = self.scored, time.monotonic()
             elif time.monotonic() - since > self._limit_s:
                 where = self.describe()
@@ -157,6 +163,11 @@ class RolloutProcess:
             return None if self.lost or (made := make()) is None else [0, what, 0, [made]]
 
         self._channel.send_made(message)
+
+    def stop(self) -> None:
+        """No step takes groups from now on. A process that does not hear it, frozen or blocked, is ended by `call`."""
+        self._stops_at = time.monotonic()
+        self.tell("stop")
 
     def describe(self) -> str:
         """What it waits for, and where its threads are."""
