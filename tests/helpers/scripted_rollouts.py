@@ -125,15 +125,17 @@ def set_up(beat_s: float, close_s: float = rollout_service._CLOSE_S, prepare_s: 
 
 
 def train(folder: Path, beat_s: float) -> None:
-    """A trainer. It has two rollout processes: one that waits, and one that works."""
+    """A trainer. It has three rollout processes: one waits, one works, and one holds its interpreter."""
     rollout_process.start = fork  # type: ignore[assignment]
+    rollout_service.HELD_S = 2.0
     set_up(beat_s, close_s=0.5)
-    processes = [RolloutProcess(lambda *_: None, lambda *_: None, 20.0) for _ in range(2)]
+    processes = [RolloutProcess(lambda *_: None, lambda *_: None, 20.0) for _ in range(3)]
     for process in processes:
         process.call("prepare", 0)
     processes[0].call("touches_when_closed", 0, [str(folder / "closed")])
     pids_of_rewards = [process.call("starts_rewards", 0)[0] for process in processes]
     threading.Thread(target=processes[1].call, args=("waits", 0, [60]), daemon=True).start()
+    threading.Thread(target=processes[2].call, args=("matches", 0, ["a" * 64]), daemon=True).start()
     (folder / "pids.new").write_text(" ".join(map(str, [*pids_of_rewards, *(each.pid for each in processes)])))
     (folder / "pids.new").rename(folder / "pids")
     time.sleep(60)

@@ -278,14 +278,14 @@ def test_a_close_is_bounded(process, heard, monkeypatch):
 
 
 def test_it_ends_with_a_trainer_that_is_killed(tmp_path):
-    """Whatever it does, with its reward workers. `rollout_service._CLOSE_S` bounds it."""
+    """Whatever it does, with its reward workers. `_CLOSE_S` and `HELD_S` of `rollout_service` bound it."""
     trainer = ForkServerProcess(target=scripted_rollouts.train, args=(tmp_path, LOOK_S))
     trainer.start()
     assert not wait_for((tmp_path / "pids").exists, 20)
     trainer.kill()
     trainer.join()
     children = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(children) == 4
+    assert len(children) == 6
     assert not wait_for(lambda: all(map(is_gone, children)), 10)
     assert (tmp_path / "closed").exists(), "what it has opened is released"
 

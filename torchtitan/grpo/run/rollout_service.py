@@ -38,6 +38,9 @@ from torchtitan.grpo.run.rollout_worker import Model, RolloutWorker
 from torchtitan.grpo.weight_wire.version_names import join_run
 
 BEAT_S = 1.0
+HELD_S = 3600.0
+"""How long anything may hold the interpreter. A trainer that lives ends the process earlier, and counts no seconds in
+which a container is paused, as this does."""
 NO_MEMORY = errno.ENOMEM
 """Exit status of a process that lacks memory."""
 _PROBE_BYTES = 2**20
@@ -145,6 +148,7 @@ class Service:
     def _beat(self) -> None:
         while True:
             self._event("beat", self.worker.scored if self.worker else 0)
+            faulthandler.dump_traceback_later(HELD_S, exit=True, file=2)  # no thread would notice the trainer's end
             time.sleep(BEAT_S)
 
     # --------------------------------------------------------------- what does not wait until the main thread is free
