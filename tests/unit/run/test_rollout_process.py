@@ -184,18 +184,22 @@ def test_a_process_that_does_not_start_is_lost(heard, monkeypatch):
 
 def test_a_machine_without_room_for_another_process_is_asked_again(heard, monkeypatch, caplog):
     kept = KeptProcess(lambda *heard: RolloutProcess(*heard, 20.0), heard.on_event)
-    failing = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")]
+    failing, begin = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")], threading.Thread.start
 
     def fails_once(*how: Any) -> ForkedBesides:
         if failing:
             raise failing.pop()
         return start(*how)
 
-    monkeypatch.setattr(rollout_process, "start", fails_once)
     kept.introduce("prepare")
+    limit = threading.Timer(20, kept.close)
+    limit.start()
+    monkeypatch.setattr(rollout_process, "start", fails_once)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None if failing else begin(thread))
     os.kill(kept.now.pid, signal.SIGKILL)
     assert kept.call("echo")[0] == [0] and kept.losses == 2
     assert "no rollout process can be started: [Errno 11] Resource temporarily unavailable" in caplog.text
+    limit.cancel()
     kept.close()
 
 

@@ -197,7 +197,7 @@ class KeptProcess:
             self._process = None
             self._scored += process.scored
             self._changed.notify_all()  # a run that stops does not wait for another one
-        threading.Thread(target=self._replace, args=(how,), name="rollouts-restart", daemon=True).start()
+        self._replace(how)  # on this thread, which is there: the machine may be short of them
 
     def _replace(self, how: str) -> None:
         began = time.monotonic()
