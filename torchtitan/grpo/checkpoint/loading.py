@@ -89,7 +89,8 @@ class Loader:
         except StageFailed as error:
             raise UserError(
                 f"checkpoint {path} cannot be loaded: it is of another model or optimizer (then restore [model] and "
-                f"[optimizer], or set a new [job] dump_folder), or it is torn (then delete {path}). {error}"
+                "[optimizer]), or of an earlier version of this project (then set a new [job] dump_folder), or it is "
+                f"torn (then delete {path}). {error}"
             ) from error
         logger.info(f"Loaded checkpoint {path}")
         self._name_changes(path)
