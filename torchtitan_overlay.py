@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib.util
 import pkgutil
+import signal
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -30,33 +31,46 @@ _ATTENTION = f"{NAME}.models.attention"
 _TRANSFORMERS_IMPORTS = "transformers.utils.import_utils"
 
 
-class _WithoutInductor(MetaPathFinder):
-    """Has `torchtitan.models.attention` compile its functions when they are called, if ever. `torch.compile` loads
-    Inductor, which takes a second of each process, and packed rows have attention of their own."""
+class _Around(MetaPathFinder):
+    """Has a module executed by `execute`, which gets the loader's own function and the module."""
+
+    def __init__(self, name: str, execute: Callable[[Callable[[types.ModuleType], None], types.ModuleType], None]):
+        self._name, self._execute = name, execute
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _ATTENTION:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_uncompiled(module: types.ModuleType) -> None:
-                import torch
-                import torch.nn.attention.flex_attention
-                import torch.nn.attention.varlen  # what they compile themselves is not our business
-
-                compile_now, torch.compile = torch.compile, _compile_when_called
-                try:
-                    execute(module)
-                finally:
-                    torch.compile = compile_now
-
-            spec.loader.exec_module = execute_uncompiled  # type: ignore[method-assign]
+            whole = functools.partial(self._execute, spec.loader.exec_module)
+            spec.loader.exec_module = whole  # type: ignore[method-assign]
         return spec
+
+
+def _uninterrupted(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+    """An interrupt waits until torch is imported: its C++ code loses one, or aborts, or goes on with half of NumPy."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        execute(module)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _without_inductor(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+    """`torchtitan.models.attention` compiles its functions when they are called, if ever. `torch.compile` loads
+    Inductor, which takes a second of each process, and packed rows have attention of their own."""
+    import torch
+    import torch.nn.attention.flex_attention
+    import torch.nn.attention.varlen  # what they compile themselves is not our business
+
+    compile_now, torch.compile = torch.compile, _compile_when_called
+    try:
+        execute(module)
+    finally:
+        torch.compile = compile_now
 
 
 def _compile_when_called(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -74,32 +88,17 @@ def _compile_when_called(function: Callable[..., Any], **options: Any) -> Callab
     return call
 
 
-class _TransformersReadOnce(MetaPathFinder):
-    """Has `import transformers` read its model folders once and quickly. It looks through thousands of files for what
+def _read_once(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+    """`import transformers` reads its model folders once and quickly. It looks through thousands of files for what
     they export, and does so again for `transformers.models`: its own cache has room for fewer folders than there are.
     What it finds is the same. Each process of a run starts half a second sooner, or more where its files are remote."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != _TRANSFORMERS_IMPORTS:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_cache(module: types.ModuleType) -> None:
-                execute(module)
-                scan = getattr(module, "create_import_structure_from_path", None)
-                if hasattr(scan, "__wrapped__"):
-                    module.create_import_structure_from_path = functools.cache(scan.__wrapped__)  # type: ignore[attr-defined]
-                if read := getattr(module, "fetch__all__", None):
-                    # It wants the last line that begins so, and splits the whole file for it.
-                    module.fetch__all__ = lambda text: read(text[max(0, text.rfind("\n__all__") + 1) :])  # type: ignore[attr-defined]
-
-            spec.loader.exec_module = execute_and_cache  # type: ignore[method-assign]
-        return spec
+    execute(module)
+    scan = getattr(module, "create_import_structure_from_path", None)
+    if hasattr(scan, "__wrapped__"):
+        module.create_import_structure_from_path = functools.cache(scan.__wrapped__)  # type: ignore[attr-defined]
+    if read := getattr(module, "fetch__all__", None):
+        # It wants the last line that begins so, and splits the whole file for it.
+        module.fetch__all__ = lambda text: read(text[max(0, text.rfind("\n__all__") + 1) :])  # type: ignore[attr-defined]
 
 
 class _BeforeUpstream(MetaPathFinder):
@@ -112,7 +111,7 @@ class _BeforeUpstream(MetaPathFinder):
         if name.startswith(f"{NAME}.") and not f"{name}.".startswith(f"{NAME}.grpo."):
             sys.meta_path.remove(self)
             _prepare_upstream()
-            sys.meta_path.insert(0, _WithoutInductor())
+            sys.meta_path.insert(0, _Around(_ATTENTION, _without_inductor))
         return None
 
 
@@ -162,7 +161,8 @@ if NAME not in sys.modules:
     _spec.submodule_search_locations = list(pkgutil.extend_path([], NAME))
     sys.modules[NAME] = importlib.util.module_from_spec(_spec)
     sys.meta_path.insert(0, _BeforeUpstream())
-    sys.meta_path.insert(0, _TransformersReadOnce())
+    sys.meta_path.insert(0, _Around(_TRANSFORMERS_IMPORTS, _read_once))
+    sys.meta_path.insert(0, _Around("torch", _uninterrupted))
     if "vllm" not in sys.modules:
         # What is imported stays. To look through it each time that 700 objects are new takes a tenth of a start. All
         # generations together wait for half a million, so that cycles which requests leave do not add up.

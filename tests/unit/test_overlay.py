@@ -1,6 +1,8 @@
 """What `torchtitan_overlay` prepares before upstream's modules are imported."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +10,25 @@ import torchtitan_overlay
 
 import torch
 
+from tests.helpers import ROOT
 from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
+
+LOSES_AN_INTERRUPT = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+except KeyboardInterrupt:  # torch's C++ code goes on without NumPy
+    pass
+"""
+
+
+def test_an_interrupt_while_torch_is_imported_is_not_lost(tmp_path):
+    (tmp_path / "torch.py").write_text(LOSES_AN_INTERRUPT)
+    program = "import torchtitan_overlay\ntry:\n    import torch\nexcept KeyboardInterrupt:\n    print('interrupted')"
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    said = subprocess.check_output([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, text=True)
+    assert said == "interrupted\n"
 
 
 def test_upstreams_attention_is_compiled_when_it_is_called(monkeypatch):
@@ -41,10 +61,10 @@ def test_transformers_finds_the_same_exports_when_it_reads_its_folders_once(monk
     import transformers  # its own has been found
 
     monkeypatch.delitem(sys.modules, name)
-    others = [finder for finder in sys.meta_path if not isinstance(finder, torchtitan_overlay._TransformersReadOnce)]
+    others = [finder for finder in sys.meta_path if not isinstance(finder, torchtitan_overlay._Around)]
     monkeypatch.setattr(sys, "meta_path", list(others))
     plain = made_again()
-    sys.meta_path.insert(0, torchtitan_overlay._TransformersReadOnce())
+    sys.meta_path.insert(0, torchtitan_overlay._Around(name, torchtitan_overlay._read_once))
     quick = made_again()
     assert sys.meta_path == others, "it has done its work"
     models = Path(transformers.__file__).parent / "models"
