@@ -96,7 +96,11 @@ def exits(text, prompt):
     return 1.0
 
 def odd(text, prompt):
-    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0], "true": True}[text]
+    if text == "array":
+        import numpy
+        return numpy.ones(2)
+    odd = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0], "true": True}
+    return odd.get(text, 10**400)
 
 def counted(text, prompt):
     with open(prompt.columns["log"], "a") as log:
@@ -533,12 +537,13 @@ def test_failure_is_recorded_and_the_rest_is_scored(functions, name, text, caplo
 
 
 def test_results_that_are_no_finite_number_are_failures(functions):
-    texts = ["nan", "inf", "none", "text", "list", "true"]
+    texts = ["nan", "inf", "none", "text", "list", "array", "too large", "true"]
     samples = make_samples(*texts)
     with RewardRunner(Reward(functions=[f"{functions}:odd"], workers=1)) as runner:
         runner.score(samples)
-    assert [sample.reward for sample in samples] == [None] * 5 + [1.0]
-    assert [bool(sample.reward_failures) for sample in samples] == [True] * 5 + [False]
+    assert [sample.reward for sample in samples] == [None] * 7 + [1.0]
+    reasons = [sample.reward_failures.get(f"{functions}:odd", "") for sample in samples]
+    assert ["one finite number on every path" in reason for reason in reasons] == [True] * 7 + [False]
 
 
 def test_a_weighted_sum_that_overflows_float32_is_a_failure_of_its_largest_part(functions, caplog):

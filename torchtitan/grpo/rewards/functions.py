@@ -131,7 +131,10 @@ def checked(value: Any) -> float:
     if inspect.isawaitable(value):
         getattr(value, "close", lambda: None)()  # else Python warns that it was never awaited
         raise ValueError(f"returned a {type(value).__name__} that was not awaited: write it as `async def`")
-    number = float(value) if hasattr(value, "__float__") else math.nan
+    number = math.nan
+    if hasattr(value, "__float__"):
+        with contextlib.suppress(Exception):  # an array of several numbers, an integer over float64
+            number = float(value)
     if not math.isfinite(number):
         raise ValueError(
             f"returned {shown(value)}: return one finite number on every path. Name several functions for several "
