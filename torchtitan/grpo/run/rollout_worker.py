@@ -4,6 +4,7 @@
 """
 
 import itertools
+import logging
 import math
 import os
 import time
@@ -52,6 +53,8 @@ from torchtitan.grpo.run.packed import Counted, Packed
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
+
+logger = logging.getLogger(__name__)
 
 Files = list[list[Buffer]]
 Event = Callable[..., None]
@@ -133,11 +136,13 @@ class RolloutWorker:
 
     def check_pairs(self) -> None:
         """Refuse a row of the warm start that has no target, or one that is too long, before anything is trained."""
-        sft, state = self.config.sft, self.prompts.state_dict()
+        sft, state, blank = self.config.sft, self.prompts.state_dict(), 0
         passes = math.inf if self.config.data.mixture else math.ceil(len(self.prompts) / sft.batch_size)
         for _ in range(min(sft.steps, passes)):  # all rows of one source, or all that a mixture draws
-            self._pairs(self.prompts.next(sft.batch_size))
+            blank += sum(pair.trained.sum() == 1 for pair in self._pairs(self.prompts.next(sft.batch_size)))
         self.prompts.load_state_dict(state)
+        if blank:
+            logger.warning(f"The warm start learns to say nothing on {blank} rows: their targets are null or empty")
 
     def start(self) -> None:
         """Check the teachers, while the servers of the run do not exist yet."""
