@@ -493,6 +493,12 @@ DATA = {
         spoil=rows({"question": None, "answer": "1"}),
     ),
     "question is a number": wrong(JSONL, "rows.jsonl:13", "text or a list", spoil=rows({"question": 3, "answer": "1"})),
+    "question is a number, without a template": wrong(
+        JSONL | {"--data.no-chat_template": None},
+        "rows.jsonl:13: column 'question' must be text",
+        "not 3",
+        spoil=rows({"question": 3, "answer": "1"}),
+    ),
     "empty question": wrong(JSONL, "rows.jsonl:13", "what a user asks", spoil=rows({"question": " ", "answer": "1"})),
     "messages without roles": wrong(
         JSONL, "rows.jsonl:13", '"role": text', spoil=rows({"question": [{"content": "1"}], "answer": "1"})

@@ -571,6 +571,13 @@ def test_a_csv_file_is_read_as_a_folder(tokenizer, tmp_path, name):
     assert prompt.columns["question"] == "1+1=" and prompt.answer == "2"
 
 
+def test_an_empty_cell_of_csv_does_not_make_fractions_of_integers(tokenizer, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "rows.csv").write_text("question,answer\n1+1=,2\n1+2=,\n1+3=,4\n")
+    prompts = PromptSource(Data(source="hf", path=str(tmp_path / "folder")), tokenizer, 0).first(9)
+    assert [prompt.answer for prompt in prompts] == ["2", "", "4"]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -389,7 +389,7 @@ def chat_messages(question: Any, data: Data, place: str) -> list[dict[str, str]]
         raise UserError(f"{place}: {column} is null: write a question, or leave the row out")
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
-    elif not data.chat_template:
+    elif isinstance(question, list) and not data.chat_template:
         raise UserError(f"{place}: {column} is not text: set [data] chat_template = true for lists of chat messages")
     if not isinstance(question, list) or not question:
         raise UserError(f"{place}: {column} must be text or a list of chat messages, not {shown(question)}")
@@ -423,5 +423,7 @@ def _text(row: DatasetRow, column: str, place: str, key: str, otherwise: str) ->
 
 
 def plain(value: Any) -> str:
-    """A cell as text: "" for null and NaN."""
+    """A cell as text: "" for null and NaN. A whole float is an integer: with a null, CSV's integers come as floats."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
     return "" if value is None or value != value else str(value)
