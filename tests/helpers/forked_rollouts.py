@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_one
 from multiprocessing.context import ForkServerProcess
 
 from torchtitan.grpo.run.rollout_service import main
@@ -80,18 +81,19 @@ class ForkedBesides:
         files = [Connection(os.dup(number), readable=False) for number in (descriptor, 1, 2)]
         self._process = ForkServerProcess(target=_run, args=(files, dict(os.environ), os.getcwd(), own_run(), setup))
         self._process.start()
-        self.pid = self._process.pid
+        self.pid, self._reads = self._process.pid, threading.Lock()
         for file in files:
             file.close()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with self._reads:  # `multiprocessing` would have one of two threads read 255
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        wait_for_one([self._process.sentinel], timeout)
+        if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired("rollouts", timeout)
-        return self._process.exitcode
+        return status
 
     def kill(self) -> None:
         self._process.kill()
