@@ -48,6 +48,23 @@ def test_a_verb_that_gets_no_memory_ends_the_process_and_is_no_error_of_the_run(
         service.run()
 
 
+def test_a_process_that_gets_no_thread_for_its_last_resort_goes_on_saying_that_it_lives(monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to start watchdog thread")
+
+    def send(message: list) -> None:
+        said.append(message[1])
+        if len(said) == 2:
+            raise Ended
+
+    said: list[str] = []
+    monkeypatch.setattr(rollout_service, "BEAT_S", 0.01)
+    monkeypatch.setattr(rollout_service.faulthandler, "dump_traceback_later", refuse)
+    with pytest.raises(Ended):
+        Service(SimpleNamespace(send=send))._beat()
+    assert said == ["beat", "beat"]
+
+
 def test_any_error_may_tell_that_no_memory_is_left(monkeypatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")

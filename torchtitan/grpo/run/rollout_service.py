@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -39,8 +39,8 @@ from torchtitan.grpo.weight_wire.version_names import join_run
 
 BEAT_S = 1.0
 HELD_S = 3600.0
-"""How long anything may hold the interpreter. A trainer that lives ends the process earlier, and counts no seconds in
-which a container is paused, as this does."""
+"""How long anything may hold the interpreter when the trainer is gone: one that lives ends the process sooner. Time in
+which a container is paused counts here, and not there."""
 NO_MEMORY = errno.ENOMEM
 """Exit status of a process that lacks memory."""
 _PROBE_BYTES = 2**20
@@ -148,7 +148,8 @@ class Service:
     def _beat(self) -> None:
         while True:
             self._event("beat", self.worker.scored if self.worker else 0)
-            faulthandler.dump_traceback_later(HELD_S, exit=True, file=2)  # no thread would notice the trainer's end
+            with suppress(RuntimeError):  # the machine may have no thread for it now
+                faulthandler.dump_traceback_later(HELD_S, exit=True, file=2)  # none would notice the trainer's end
             time.sleep(BEAT_S)
 
     # --------------------------------------------------------------- what does not wait until the main thread is free
