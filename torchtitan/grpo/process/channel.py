@@ -78,7 +78,7 @@ class Channel:
 
         Raises:
             ChannelClosed: There will be none.
-            PlainError: Its files find no room here.
+            PlainError: This process has no room for its files.
         """
         descriptors: list[int] = []
         try:

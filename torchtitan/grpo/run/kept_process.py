@@ -67,7 +67,7 @@ class KeptProcess:
 
     @property
     def scored(self) -> int:
-        """Answers scored so far."""
+        """See `RolloutWorker.scored`."""
         process = self._process
         return self._scored + (process.scored if process else 0)
 
@@ -197,7 +197,7 @@ class KeptProcess:
             self._process = None
             self._scored += process.scored
             self._changed.notify_all()  # a run that stops does not wait for another one
-        self._replace(how)  # on this thread, which is there: the machine may be short of them
+        self._replace(how)  # on this thread: the machine may have no other
 
     def _replace(self, how: str) -> None:
         began = time.monotonic()

@@ -31,7 +31,7 @@ class KeptProcesses:
 
     @property
     def scored(self) -> int:
-        """Answers scored so far."""
+        """See `RolloutWorker.scored`."""
         return sum(process.scored for process in self.each)
 
     @property

@@ -93,7 +93,7 @@ class RolloutProcess:
         hides_torch: bool = True,
     ) -> None:
         self.scored = 0
-        """Answers scored so far."""
+        """It grows as long as answers get rewards, see `RolloutWorker.scored`."""
         self.lost = ""
         """How it has ended; "" while it is there."""
         self._killed_for, self._stops_at = "", math.inf
