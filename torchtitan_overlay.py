@@ -19,6 +19,7 @@ import importlib.util
 import pkgutil
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -42,21 +43,32 @@ class _Around(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
+        spec = next((each for each in found if each is not None), None)
         if spec is not None and spec.loader is not None:
-            whole = functools.partial(self._execute, spec.loader.exec_module)
+            whole = functools.partial(self._whole, spec.loader.exec_module)
             spec.loader.exec_module = whole  # type: ignore[method-assign]
         return spec
+
+    def _whole(self, execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+        if self in sys.meta_path:  # not when it is found: some ask where a module is, and import it later
+            sys.meta_path.remove(self)
+        self._execute(execute, module)
 
 
 def _uninterrupted(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
     """An interrupt waits until torch is imported: its C++ code loses one, or aborts, or goes on with half of NumPy."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # the only one that is interrupted
+        return execute(module)
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))  # a mask would leave it to another thread
     try:
         execute(module)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _without_inductor(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:

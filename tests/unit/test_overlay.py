@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torchtitan_overlay
 
+import pytest
 import torch
 
 from tests.helpers import ROOT
@@ -23,9 +24,12 @@ except KeyboardInterrupt:  # torch's C++ code goes on without NumPy
 """
 
 
-def test_an_interrupt_while_torch_is_imported_is_not_lost(tmp_path):
+@pytest.mark.parametrize("before", ["", "find_spec('torch')", "Thread(target=sleep, args=[9], daemon=True).start()"])
+def test_an_interrupt_while_torch_is_imported_is_not_lost(tmp_path, before):
     (tmp_path / "torch.py").write_text(LOSES_AN_INTERRUPT)
-    program = "import torchtitan_overlay\ntry:\n    import torch\nexcept KeyboardInterrupt:\n    print('interrupted')"
+    program = "import torchtitan_overlay\nfrom importlib.util import find_spec\nfrom threading import Thread\n"
+    program += f"from time import sleep\n{before}\n"
+    program += "try:\n    import torch\nexcept KeyboardInterrupt:\n    print('interrupted')"
     paths = os.pathsep.join(map(str, (tmp_path, ROOT)))
     said = subprocess.check_output([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, text=True)
     assert said == "interrupted\n"
