@@ -213,6 +213,7 @@ def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) ->
                 async with http.post(f"{session.base_url}/v1/completions", json={"prompt": "1+1="} | body) as response:
                     said = (await response.json())["error"]
                     assert (response.status, text in said["message"]) == (status, True), (body, said)
+                    assert said["param"] == next(iter(body))
             for data, path, status in (
                 (b"{", f"/sessions/{session.id}/v1/completions", 400),
                 (b"[]", f"/sessions/{session.id}/v1/chat/completions", 400),

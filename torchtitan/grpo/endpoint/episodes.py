@@ -13,7 +13,7 @@ import msgspec
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import chat_messages
 from torchtitan.grpo.data.samples import REWARD_MAX, Prompt, Sample
-from torchtitan.grpo.endpoint.requests import BadRequest
+from torchtitan.grpo.endpoint.requests import converted
 from torchtitan.grpo.endpoint.sessions import Session
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
@@ -237,10 +237,7 @@ def outcome(body: Mapping[str, Any]) -> Outcome:
     Raises:
         BadRequest: It is something else.
     """
-    try:
-        return msgspec.convert(body, Outcome)
-    except msgspec.ValidationError as error:
-        raise BadRequest("body", str(error)[:300]) from error
+    return converted("body", body, Outcome)
 
 
 def _samples(session: Session, outcome: Outcome) -> list[Sample]:

@@ -4,20 +4,25 @@ The run decides how tokens are sampled: log-probabilities are compared with the 
 that would change the distribution is refused, unless it has the run's own value. So is one that nobody knows.
 """
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+
+T = TypeVar("T")
 
 CHAT = ("messages", "tools")
 COMPLETIONS = ("prompt",)
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_FIELD = re.compile(r"`\$\.(\w+)")
+"""Where msgspec says what is wrong."""
 _BRACKETS_MAX = 2**18
 """Of a body. Lists and objects take most of the time of its parsing, in which no other thread runs."""
 _LIMITS = (
@@ -168,7 +173,7 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
         "stop": (stop,) if isinstance(stop, str) else stop,
         "logprobs": logprobs is not None and logprobs is not False,
     }
-    return _converted("body", {name: value for name, value in given.items() if value is not None}, Call)
+    return converted("body", {name: value for name, value in given.items() if value is not None}, Call)
 
 
 def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
@@ -179,17 +184,23 @@ def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
     """
     if not value:
         raise BadRequest(name, "is empty: give the conversation so far")
-    ids: list[int] = _converted(name, value, list[_Token])
+    ids = converted(name, value, list[_Token])
     if max(ids) >= vocab_size:
         raise BadRequest(name, f"has {max(ids)}, and the tokenizer has ids under {vocab_size}")
     return ids
 
 
-def _converted(name: str, value: Any, kind: Any) -> Any:
+def converted(name: str, value: Any, kind: type[T]) -> T:
+    """What a client has sent, as this type.
+
+    Raises:
+        BadRequest: It is something else, or beyond its limits. The field is the one that msgspec names, or `name`.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(name, str(error)[:300]) from error
+        field = _FIELD.search(str(error))
+        raise BadRequest(field[1] if field else name, str(error)[:300]) from error
 
 
 def cut_text(text: str, stop: Sequence[str]) -> str:
