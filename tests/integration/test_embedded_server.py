@@ -134,6 +134,7 @@ def test_control_knows_the_server(server: RunningServer) -> None:
         ({"token_ids": [1], "sampling_params": {"top_p": 1.5}}, r"Expected `float` <= 1.0 - at `\$.top_p`"),
         ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer.json"),
         ({"token_ids": [1], "sampling_params": {"best_of": 2}}, "unknown field `best_of`"),
+        ({"token_ids": [1], "sampling_params": {"\ud800": 2}}, "surrogates not allowed"),
         (
             {"token_ids": [1], "sampling_params": {"temperature": -1}},
             "temperature must be 0, or a number from 1e-06 to",
