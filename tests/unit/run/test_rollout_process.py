@@ -182,6 +182,24 @@ def test_a_process_that_does_not_start_is_lost(heard, monkeypatch):
     assert not wait_for(lambda: heard.ends == [process.lost], 5)
 
 
+def test_a_machine_without_room_for_threads_is_asked_again(heard, monkeypatch, caplog):
+    kept = KeptProcess(lambda *heard: RolloutProcess(*heard, 20.0), heard.on_event)
+    failing, begin = ["rollouts-watch"], threading.Thread.start
+
+    def fails_once(thread: threading.Thread) -> None:
+        if thread.name in failing:
+            failing.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    kept.introduce("prepare")
+    monkeypatch.setattr(threading.Thread, "start", fails_once)
+    os.kill(kept.now.pid, signal.SIGKILL)
+    assert kept.call("echo")[0] == [0] and kept.losses == 2
+    assert "no rollout process can be watched: can't start new thread" in caplog.text
+    kept.close()
+
+
 def test_a_machine_without_room_for_another_process_is_asked_again(heard, monkeypatch, caplog):
     kept = KeptProcess(lambda *heard: RolloutProcess(*heard, 20.0), heard.on_event)
     failing, begin = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")], threading.Thread.start

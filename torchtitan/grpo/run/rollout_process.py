@@ -82,7 +82,7 @@ class RolloutProcess:
             there then.
 
     Raises:
-        ProcessLost: The system has no process or memory for it.
+        ProcessLost: The system has no process, threads or memory for it.
     """
 
     def __init__(
@@ -109,10 +109,15 @@ class RolloutProcess:
                 self._process = start(its.fileno(), hides_torch)
             except OSError as error:
                 raise ProcessLost(f"no rollout process can be started: {error}") from error
-        self._channel = Channel(own, "rollouts")
         self.pid = self._process.pid
-        threading.Thread(target=self._read, name="rollouts-reader", daemon=True).start()
-        threading.Thread(target=self._watch, name="rollouts-watch", daemon=True).start()
+        try:
+            self._channel = Channel(own, "rollouts")
+            threading.Thread(target=self._read, name="rollouts-reader", daemon=True).start()
+            threading.Thread(target=self._watch, name="rollouts-watch", daemon=True).start()
+        except RuntimeError as error:
+            self._process.kill()
+            self._process.wait()
+            raise ProcessLost(f"no rollout process can be watched: {error}") from error
 
     def call(self, verb: str, newest: int, arguments: Sequence[Any] = (), file: Sequence[Buffer] = ()) -> Reply:
         """What the process answers: a value, and files with large bytes. It gets a file of these parts, if any.
