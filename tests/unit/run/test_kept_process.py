@@ -1,5 +1,6 @@
 """What is asked of the rollout process about a server, and what it is told, without the process itself."""
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -60,3 +61,21 @@ def test_changes_are_told_together_and_none_is_left_out(kept, process):
     state.now = 4
     kept.tell_of_servers()
     assert [make() for make in process.unsent[1:]] == [4], "what changes after it was made is told too"
+
+
+def test_a_close_does_not_wait_until_another_process_is_tried(monkeypatch):
+    def lacks_room(*_: Any) -> Process:
+        tried.set()
+        raise ProcessLost("no rollout process can be started")
+
+    tried, kept = threading.Event(), KeptProcess(lambda *_: Process(), lambda *_: None)
+    monkeypatch.setattr("torchtitan.grpo.run.kept_process.LOSSES_MAX", 100)
+    kept.losses_in_a_row = 50  # the next try comes after so many seconds
+    monkeypatch.setattr(kept, "_start", lacks_room)
+    replaces = threading.Thread(target=kept._replace, args=("it has ended",), daemon=True)
+    replaces.start()
+    assert tried.wait(5)
+    monkeypatch.setattr(kept, "_process", None)
+    kept.close()
+    replaces.join(5)
+    assert not replaces.is_alive()

@@ -50,7 +50,7 @@ _EXAMPLE = (
     "validation.dataset",
     "validation.local_batch_size",
 )
-"""Those whose defaults are torchtitan's example of a run: they say what is not so here."""
+"""Their defaults describe torchtitan's example run, and no run of this project."""
 
 
 def unsupported_by(path: str) -> str:
@@ -68,7 +68,7 @@ def honoured_keys() -> tuple[Key, ...]:
 
 
 def check_unsupported(given: dict[str, Any]) -> list[str]:
-    """Refuse keys that would be ignored, unless the value given is a default that says what is so here, too."""
+    """Refuse keys that would be ignored, unless the given value is torchtitan's default and is true here, too."""
     messages = []
     for path, value in given.items():
         why = unsupported_by(path)

@@ -87,7 +87,7 @@ class Call(msgspec.Struct, frozen=True):
     """A checked request. Servers look through all that may stop an answer after each token.
 
     Attributes:
-        n: As many as at OpenAI.
+        n: At most as many as OpenAI allows.
         max_tokens: None: as many as are left.
         stop, stop_token_ids: Besides the run's own. SGLang takes 32 texts for one request.
         logprobs, return_token_ids: The reply has them.

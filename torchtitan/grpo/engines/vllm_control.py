@@ -189,7 +189,7 @@ class VllmControl(HttpControl):
                 why = said[said.index(mark) :].partition(_VLLM_ADDS)[0]
                 mend = '. Set [weight_sync] transport = "auto"' * (mark == ELSEWHERE)
                 raise UserError(f"{self.url}: {why}{mend}")
-        if any(m in said for m in _WRONG_BACKEND):
+        if any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "
                 f"environment and start it with --weight-transfer-config '{json.dumps({'backend': BACKEND})}'."

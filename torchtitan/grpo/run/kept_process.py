@@ -143,6 +143,7 @@ class KeptProcess:
         """End it, which releases all it has opened. Bounded."""
         with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
             processes, self._process, self._next = (self._process, self._next), None, None
         for process in processes:
             if process is not None:
@@ -214,7 +215,8 @@ class KeptProcess:
                 return
             except ProcessLost as error:
                 how = str(error)
-                time.sleep(self.losses_in_a_row)  # the machine may be short of what it needs
+                with self._changed:  # the machine may be short of what it needs
+                    self._changed.wait_for(lambda: self._is_closed, self.losses_in_a_row)
             except Exception as error:
                 self._fail(error)
                 return

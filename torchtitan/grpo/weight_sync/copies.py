@@ -1,4 +1,4 @@
-"""A version kept whole, for servers that are fed alone, and the seats of those."""
+"""A version kept whole, for servers that are fed alone, and their seats at it."""
 
 import math
 import time
