@@ -150,8 +150,12 @@ class Ranks:
         """Wait, and fail the test if a rank failed."""
         status = self.wait(timeout_s)
         log = self.log
-        crash = log.find("Fatal Python error")  # every thread's stack comes after it
-        assert status == 0, f"{log[max(0, crash - 1000) : crash + 5000] if crash >= 0 else ''}\n{log[-6000:]}"
+        shown = [log[-6000:]]
+        # Of a crash: the frames of C++, those of the thread that crashed, and each thread's of Python.
+        for mark in ("Fatal Python error", "FatalSignalHandler::fatalSignalHandler"):
+            if (crash := log.find(mark)) >= 0:
+                shown.insert(0, log[max(0, crash - 1000) : crash + 5000])
+        assert status == 0, "\n".join(shown)
 
     def wait_until(self, what: str, ready: Callable[[], object], timeout_s: float = WAIT_S) -> None:
         """Until `ready`, while all of them run; fails the test if one ends before, or after `timeout_s`."""
@@ -190,6 +194,7 @@ def _run(script: Path | str, arguments: list[str], environ: dict[str, str], cwd:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # frames of C++, too
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     if count := int(environ.get("FORKED_SERVERS", 0)):
         from tests.helpers import forked_servers  # it imports the package under test, as the script does
