@@ -16,6 +16,7 @@ a checkout `torchtitan/__init__.py` does too.
 import functools
 import gc
 import importlib.util
+import os
 import pkgutil
 import signal
 import sys
@@ -123,6 +124,7 @@ class _BeforeUpstream(MetaPathFinder):
         if name.startswith(f"{NAME}.") and not f"{name}.".startswith(f"{NAME}.grpo."):
             sys.meta_path.remove(self)
             _prepare_upstream()
+            _one_worker_in_gloo()
             sys.meta_path.insert(0, _Around(_ATTENTION, _without_inductor))
         return None
 
@@ -148,6 +150,25 @@ def _prepare_upstream() -> None:
             importlib.import_module(f"{NAME}.tools.utils")
         finally:
             torch._utils._get_available_device_type = detect
+
+
+def _one_worker_in_gloo() -> None:
+    """A group of torch's has two. They write the last operation's name without a lock (2.13, `ProcessGroupGloo`).
+    A name over 15 letters, as of DTensor's all-gather, may be freed twice, and the process crashes some time later."""
+    import torch.distributed as dist
+
+    create = dist.ProcessGroupGloo.__init__
+
+    def with_one_worker(self: dist.ProcessGroupGloo, *place: Any, timeout: Any = None) -> None:
+        if timeout is None:  # not torch's own call: with options
+            return create(self, *place)
+        options, names = self._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
+        options._timeout, options._threads = timeout, 1
+        interfaces = [self.create_device(interface=name) for name in names.split(",")] if names else []
+        options._devices = interfaces or [self.create_default_device()]
+        create(self, *place, options)
+
+    dist.ProcessGroupGloo.__init__ = with_one_worker
 
 
 def _refuse_moe(*_args: object, **_kwargs: object) -> None:

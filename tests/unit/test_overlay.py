@@ -4,12 +4,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torchtitan_overlay
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers import ROOT
 from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
@@ -33,6 +35,21 @@ def test_an_interrupt_while_torch_is_imported_is_not_lost(tmp_path, before):
     paths = os.pathsep.join(map(str, (tmp_path, ROOT)))
     said = subprocess.check_output([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, text=True)
     assert said == "interrupted\n"
+
+
+@pytest.mark.parametrize(("interfaces", "devices"), [("", 1), ("lo", 1), ("lo,lo", 2)])
+def test_a_group_of_gloo_has_one_worker(interfaces, devices, monkeypatch):
+    """Two would write the name of the last operation at once."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    limit = timedelta(seconds=7)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    try:
+        for group in (dist.group.WORLD, dist.new_group(backend="gloo", timeout=limit)):
+            options = group._get_backend(torch.device("cpu")).options
+            assert (options._threads, options._timeout, len(options._devices)) == (1, limit, devices)
+            dist.barrier(group)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_upstreams_attention_is_compiled_when_it_is_called(monkeypatch):
