@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.helpers import Unspeakable
 from tests.helpers.forked_rollouts import fork
 from torchtitan.grpo.config.job_config import Reward, Rollout
 from torchtitan.grpo.engines.fleet import FleetError
@@ -63,6 +64,9 @@ class Worker:
 
     def fails(self, name: str) -> None:
         raise FAILURES[name]
+
+    def fails_unspeakably(self) -> None:
+        raise Unspeakable
 
     def unsendable(self) -> object:
         return object()

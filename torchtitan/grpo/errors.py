@@ -41,13 +41,17 @@ class UserErrorOfAllRanks(UserError):
     """A UserError that every rank raises with the same words."""
 
 
-def said(error: BaseException, most: int = 500) -> str:
-    """What an error of foreign code says, cut, with control characters written out: it may hold anything, or fail."""
+def text_of(error: BaseException) -> str:
+    """What an error says, whole. That of foreign code may fail to say it."""
     try:
-        text = str(error)
+        return str(error)
     except Exception:
         return f"(what {type(error).__name__} says cannot be read)"
-    return written_out(text[:most], "\n")
+
+
+def said(error: BaseException, most: int = 500) -> str:
+    """What an error of foreign code says, cut, with control characters written out: it may hold anything."""
+    return written_out(text_of(error)[:most], "\n")
 
 
 def written_out(text: str, kept: str = "") -> str:
@@ -67,8 +71,8 @@ def shortened(text: str, limit: int = SHOWN_CHARS) -> str:
 
 def in_words(error: BaseException) -> str:
     """An error in one line: a PlainError's words, and the kind before those of others."""
-    said = " ".join(str(error).split())
-    return said if isinstance(error, PlainError) else f"{type(error).__name__}: {said}"
+    words = " ".join(text_of(error).split())
+    return words if isinstance(error, PlainError) else f"{type(error).__name__}: {words}"
 
 
 @contextlib.contextmanager

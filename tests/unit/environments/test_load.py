@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TINY_QWEN3
+from tests.helpers import TINY_QWEN3, Unspeakable
 from tests.helpers.openenv_server import served_wire
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
@@ -33,6 +33,11 @@ def wrong_parameters(prompt: Prompt) -> list[Sample]:
 class Exits:
     def __init__(self) -> None:
         raise SystemExit("please set MY_DATA")
+
+
+class Silent:
+    def __init__(self) -> None:
+        raise Unspeakable
 
 
 class Sums:
@@ -85,6 +90,11 @@ def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
         ("accepted", {"depht": 3}, r'environment_args has "depht", which .*:accepted does not take.* "depth"'),
         ("accepted", {"prompt": 3}, r'has "prompt", which .*:accepted does not take: it takes depth'),
         ("Exits", {}, r"raised SystemExit: please set MY_DATA \(.*test_load.py:\d+ in __init__\)"),
+        (
+            "Silent",
+            {},
+            r"raised Unspeakable: \(what Unspeakable says cannot be read\) \(.*test_load.py:\d+ in __init__\)",
+        ),
         ("Sums", {}, r"missing a required argument: 'largest'"),
         ("Sums", {"largest": 3, "sing": "-"}, r'has "sing", which .*:Sums does not take.* "sign"'),
         ("Sums", {"largest": 3, "sign": "-"}, r"raised OSError: no table of - \(.*test_load.py:\d+ in __init__\)"),

@@ -8,6 +8,7 @@ import resource
 import pytest
 import torch
 
+from tests.helpers import Unspeakable
 from tests.helpers.files import limited
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.disk_full import disk_full_in_one_line, is_disk_full, no_room
@@ -75,7 +76,10 @@ def test_what_libraries_make_of_it(error, cause, tmp_path):
         fail(error, cause)
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), OSError(errno.EACCES, "denied"), UserError("no space left")])
+OTHERS = [ValueError("x"), OSError(errno.EACCES, "denied"), UserError("no space left"), Unspeakable()]
+
+
+@pytest.mark.parametrize("error", OTHERS)
 def test_other_errors_are_left_alone(error, tmp_path):
     with pytest.raises(type(error)) as raised, disk_full_in_one_line(tmp_path):
         fail(error)

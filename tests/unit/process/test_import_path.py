@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, Unspeakable
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
@@ -79,3 +79,12 @@ def test_a_signal_during_an_import_is_not_the_modules_fault(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=60)
     assert done.returncode == 143
+
+
+def test_an_error_that_cannot_say_what_it_is_is_named(tmp_path, monkeypatch):
+    (tmp_path / "speechless.py").write_text("from tests.helpers import Unspeakable\nraise Unspeakable\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot import 'speechless': Unspeakable: \("):
+        load_function("[rollout] environment", "speechless:f")
+    with pytest.raises(UserError, match=r"failed on a trial: Unspeakable: \("), import_path.trial("key", "name"):
+        raise Unspeakable

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, Unspeakable
 from tests.helpers.meanings import meaning
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
@@ -306,8 +306,15 @@ def test_a_full_disk_costs_no_line_and_ends_nothing(run, tmp_path, caplog):
     assert {event.step for event in events.Scalars("reward/mean")} >= {4, 7}
 
 
-def test_a_dashboard_that_fails_costs_a_warning(run, tmp_path, caplog):
+def unspeakable(*_, **__):
+    raise Unspeakable
+
+
+@pytest.mark.parametrize("says_why", [True, False])
+def test_a_dashboard_that_fails_costs_a_warning(run, tmp_path, caplog, monkeypatch, says_why):
     (tmp_path / "tb").write_text("no folder")
+    if not says_why:
+        monkeypatch.setattr("torchtitan.grpo.reporting.writers.SummaryWriter", unspeakable)
     metrics = run("--metrics.enable_tensorboard")
     for step in (1, 2):
         metrics.log(step, {"reward/mean": 1})

@@ -140,8 +140,13 @@ async def stops_others(text, prompt):
     loops.add(asyncio.get_running_loop())
     return len(loops)
 
+class Silent(ValueError):
+    def __str__(self):
+        raise self
+    __repr__ = __str__
+
 def sizes(answers, prompt):
-    return [None if text == "skip" else len(answers) for text in answers]
+    return [{"skip": None, "silent": Silent()}.get(text, len(answers)) for text in answers]
 
 async def sizes_awaited(answers, prompt):
     await asyncio.sleep(0.7 if "slow" in answers else 0)
@@ -592,10 +597,10 @@ def test_a_coroutine_that_blocks_or_ends_the_process_costs_no_other_score(functi
 
 def test_a_function_may_score_a_groups_answers_at_once(functions):
     names = [f"{functions}:sizes", "exact_match", f"{functions}:sizes_awaited"]
-    samples = make_samples("a", "b", "42") + make_samples("c", "skip", "slow", "d", "e")
+    samples = make_samples("a", "b", "42") + make_samples("c", "skip", "slow", "d", "silent")
     with RewardRunner(Reward(functions=names, weights=[1.0, 100.0, 10.0], workers=2, timeout_seconds=0.2)) as runner:
         runner.score(samples)  # the slow group has 5 times 0.2 s
-    assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, 55.0]
+    assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, None]
     assert "returned None: return one finite number on every path" in samples[4].reward_failures[names[0]]
 
 

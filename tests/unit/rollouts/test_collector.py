@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers import TINY_QWEN3
+from tests.helpers import TINY_QWEN3, Unspeakable
 from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.files import no_files_left
 from torchtitan.grpo.data.samples import Prompt, Sample
@@ -281,11 +281,6 @@ def test_requests_are_spread_and_limited(make_collector) -> None:
     assert [client.most_in_flight for client in clients] == [4, 4]
     assert in_flight(collector) == [0, 0]
     assert max(collector.rewards.open_requests) > 0  # groups were scored while others were still being sampled
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        return None
 
 
 async def exits() -> None:

@@ -113,7 +113,8 @@ def test_an_error_is_raised_as_what_it_was_there(process):
         assert type(raised.value) is kind
         words = str(failure).encode(errors="replace").decode()
         assert str(raised.value) == words if kind is not RolloutError else words in str(raised.value)
-    for verb, arguments, kind in (("fails", ["exit"], "SystemExit"), ("unsendable", [], "TypeError")):
+    raised_there = {"unsendable": "TypeError", "fails_unspeakably": "Unspeakable"}
+    for verb, arguments, kind in [("fails", ["exit"], "SystemExit"), *((v, [], k) for v, k in raised_there.items())]:
         with pytest.raises(RolloutError, match=kind) as raised:
             process.call(verb, 0, arguments)
         said = "".join(traceback.format_exception(raised.value))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data
 from torchtitan.grpo.config.tables import table_title
-from torchtitan.grpo.errors import UserError, did_you_mean, renamed
+from torchtitan.grpo.errors import UserError, did_you_mean, in_words, renamed
 from torchtitan.grpo.process.import_path import import_function, load_function
 from torchtitan.grpo.process.stopping import Stopped
 from torchtitan.grpo.rollouts.environment import ENDPOINT, KEY, Environment, single_turn
@@ -86,7 +86,7 @@ def _made(make: Callable[..., Any], name: str, *positional: Any, **arguments: An
     except Stopped:  # a signal that came meanwhile
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise UserError(f'{KEY}: "{name}" raised {type(error).__name__}: {error} ({place(error)})') from error
+        raise UserError(f'{KEY}: "{name}" raised {in_words(error)} ({place(error)})') from error
     _check_arguments(environment, name, "client", "prompt")
     return environment
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, text_of
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SAID = re.compile(r"no space left|disk quota exceeded", re.IGNORECASE)
@@ -30,12 +30,12 @@ def no_room(error: BaseException) -> int:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     numbers = {each.errno for each in causes if isinstance(each, OSError)}
-    if errno.EFBIG in numbers or any(_TOO_LARGE in str(each) for each in causes):
+    if errno.EFBIG in numbers or any(_TOO_LARGE in text_of(each) for each in causes):
         return errno.EFBIG
-    if numbers & _FULL or any(_SAID.search(str(each)) for each in causes):
+    if numbers & _FULL or any(_SAID.search(text_of(each)) for each in causes):
         return errno.ENOSPC
     limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-    torn = any(_TORN.search(str(each)) for each in causes)
+    torn = any(_TORN.search(text_of(each)) for each in causes)
     return (errno.EFBIG if limited else errno.ENOSPC) if torn else 0
 
 
@@ -73,4 +73,4 @@ def disk_full_in_one_line(folder: str | Path, saved_steps: Callable[[], list[int
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:300]
+    return (text_of(error).splitlines() or [""])[0][:300]

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.grpo.errors import UserError, did_you_mean, in_words
 from torchtitan.grpo.process.stopping import Stopped
 
 
@@ -58,8 +58,7 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
             'reads the command line: move that under `if __name__ == "__main__":`'
         ) from error
     except Exception as error:  # the user's code may raise anything
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f'{key}: "{name}": cannot import {module_name!r}: {what}') from error
+        raise UserError(f'{key}: "{name}": cannot import {module_name!r}: {in_words(error)}') from error
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value)]
@@ -77,7 +76,7 @@ def trial(key: str, name: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        what = f"{in_words(error)} ({last.filename}:{last.lineno})"
         raise UserError(f'{key}: "{name}" failed on a trial: {what}') from error
 
 

@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.resolved import FILE as CONFIG_FILE
 from torchtitan.grpo.config.resolved import toml_lines
+from torchtitan.grpo.errors import in_words
 from torchtitan.grpo.reporting.console import SFT_PREFIX, Console, Field
 from torchtitan.grpo.reporting.prometheus import PrometheusEndpoint
 from torchtitan.grpo.reporting.step_lines import StepLines
@@ -132,7 +133,7 @@ class MetricsLogger:
         except Exception as error:
             if what not in self._warned:
                 self._warned.add(what)
-                logger.warning(f"{what} lacks step metrics ({type(error).__name__}: {error}); not warned of again")
+                logger.warning(f"{what} lacks step metrics ({in_words(error)}); not warned of again")
 
     def last(self, name: str) -> float:
         """A metric's newest value in `metrics.jsonl`, of this run or the one that it continues; 0 if there is none."""

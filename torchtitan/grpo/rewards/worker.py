@@ -241,7 +241,7 @@ class Function:
         try:
             return [_score(each) for each in checked_group(value, len(call.texts))]
         except ValueError as error:
-            return [Score(0.0, str(error)[:FAILURE_CHARS])] * len(call.texts)
+            return [Score(0.0, said(error)[:FAILURE_CHARS])] * len(call.texts)
 
     def _failed(self, error: BaseException, call: Call) -> list[Score]:
         """What the function raised, and where: the last line of its own file, or of another one that it called."""
@@ -284,4 +284,4 @@ def _score(value: Any) -> Score:
     try:
         return Score(checked(value))
     except Exception as error:  # a value may fail to become a float, or to be shown
-        return Score(0.0, str(error)[:FAILURE_CHARS])
+        return Score(0.0, said(error)[:FAILURE_CHARS])

@@ -29,7 +29,7 @@ from torchtitan.grpo.config.values import from_values
 from torchtitan.grpo.data.overview import overview
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.tokenizer import load_tokenizer
-from torchtitan.grpo.errors import in_words
+from torchtitan.grpo.errors import in_words, text_of
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.process.channel import Channel, ChannelClosed
 from torchtitan.grpo.process.log_lines import init_log_lines
@@ -185,7 +185,7 @@ def lacks_memory(error: BaseException) -> bool:
     """Whether the system refuses this process memory, or a thread, whose stack is memory. It is no fault of the run's
     data or settings, and another process may have what this one lacks."""
     of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    of_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    of_thread = isinstance(error, RuntimeError) and "can't start new thread" in text_of(error)
     return isinstance(error, MemoryError) or of_system or of_thread or _no_memory_left()
 
 

@@ -1,6 +1,7 @@
 """The embedded engine's generator against plain transformers."""
 
 import math
+import queue
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from tests.helpers import Unspeakable
 from torchtitan.grpo.engines.embedded.bodies import reply
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
 from torchtitan.grpo.engines.embedded.sampling import Cut, noise_key, sample, uniform
+from torchtitan.grpo.engines.embedded.worker import GenerationWorker
 from torchtitan.grpo.engines.protocol import SamplingParams
 
 VOCAB = 96
@@ -451,3 +454,18 @@ def test_noise_is_uniform_and_belongs_to_key_and_position() -> None:
     assert (correlation - torch.eye(len(keys))).abs().max() < 0.25
     later = torch.corrcoef(torch.stack([noise[:-1].flatten(), noise[1:].flatten()]))[0, 1]
     assert abs(later) < 0.02
+
+
+def test_a_step_whose_error_cannot_say_what_it_is_ends_its_requests(monkeypatch) -> None:
+    def step(admit: bool) -> list[Request]:
+        raise Unspeakable
+
+    generator, ended = make_generator(make_model()), queue.SimpleQueue[list[Request]]()
+    monkeypatch.setattr(generator, "step", step)
+    worker = GenerationWorker(generator, ended.put)
+    worker.start()
+    for _ in range(2):
+        worker.add([Request("r", [1], SamplingParams(1, 0.0, 4))])
+        (request,) = ended.get(timeout=10)
+        assert request.error == "generation failed: (what Unspeakable says cannot be read)"
+    worker.close(10)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
+from torchtitan.grpo.errors import said
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class GenerationWorker(threading.Thread):
         except Exception as error:
             # Answer at once, since clients would wait for their timeouts. The next requests start afresh.
             logger.exception("generation failed")
-            finished = self.generator.drop("abort", error=f"generation failed: {error}")
+            finished = self.generator.drop("abort", error=f"generation failed: {said(error)}")
         self._on_finished(finished)
         if self._draining and not self.generator.running:
             for done, clear_cache in self._draining:
