@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -291,13 +292,30 @@ def put(**columns: object) -> Callable[[list[Sample]], None]:
     return lambda samples: [setattr(samples[0], name, value) for name, value in columns.items()]
 
 
-def raises(samples: list[Sample]) -> None:
-    raise Unspeakable
+def raises(error: BaseException) -> Callable[[list[Sample]], None]:
+    def fail(samples: list[Sample]) -> None:
+        raise error
+
+    return fail
+
+
+class Fields(Exception):
+    def __getattr__(self, name: str) -> str:
+        return {"__notes__": []}[name]  # which tracebacks read
+
+
+class Hollow(list):
+    def __len__(self) -> int:
+        raise Unspeakable
+
+    __iter__ = __repr__ = __len__
 
 
 ODD = {
     "an exit in a task": lambda samples: asyncio.gather(exits(), asyncio.sleep(0)),
-    "an error that cannot say what it is": raises,
+    "an error that cannot say what it is": raises(Unspeakable()),
+    "an error with attributes of its own": raises(Fields()),
+    "a timeout that is no Exception": raises(type("Timeout", (BaseException,), {})()),
     "an error that says much": lambda samples: [][("x" * 10**7)],
     "no token": put(token_ids=[None] * 6),
     "a token under 0": put(token_ids=[-1] * 6),
@@ -307,6 +325,13 @@ ODD = {
     "no version": put(versions=[None] * 6),
     "a log-probability that is none": put(logprobs=[float("nan")] * 6),
     "no log-probabilities": put(logprobs=None),
+    "a log-probability that is too large": put(logprobs=[-(10**400)] * 6),
+    "tokens that cannot be counted": put(token_ids=Hollow([1] * 6)),
+    "a reward that cannot be shown": put(reward=Hollow()),
+    "a failure that is an error": put(reward_failures={"tool": ValueError("away")}),
+    "an end that is no text": put(finish_reason=Hollow()),
+    "servers that are none": put(servers=[(0,)]),
+    "servers in an array": put(servers=np.arange(6)),
 }
 
 

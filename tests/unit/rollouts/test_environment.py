@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.samples import Prompt, Sample, TopTokens
 from torchtitan.grpo.data.tokenizer import load_tokenizer
@@ -257,3 +258,10 @@ def test_what_an_episode_may_cause_costs_no_more_than_itself(bad: float) -> None
 def test_a_reward_that_the_environment_gave_is_kept() -> None:
     sample = Sample(PROMPT, [1], [0.1], [1], "stop", rewards={"tests_passed": 3}, reward=0.5)
     assert checked([sample], "m:f", 10)[0].reward == 0.5
+
+
+def test_arrays_become_lists() -> None:
+    sample = Sample(PROMPT, [1, 2], np.array([-0.5, -1.0]), [4, 4], "stop", loss_mask=np.array([True, False]))
+    (found,) = checked([sample], "m:f", 10)
+    assert from_bytes(to_bytes([found])) == [found]
+    assert (found.logprobs, found.loss_mask) == ([-0.5, -1.0], [True, False])

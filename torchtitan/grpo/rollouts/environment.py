@@ -5,6 +5,7 @@ group. It may call the servers through its `RolloutClient` as often as it likes.
 `environments/load.py` finds it.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -258,6 +259,8 @@ def checked(
     if not samples:
         raise ValueError("no sample")
     for sample in samples:
+        if not ours:
+            _check_values(sample, where)
         columns: list[list[Any]] = [sample.logprobs, sample.versions]
         if sample.loss_mask is not None:
             columns.append(sample.loss_mask)
@@ -287,8 +290,6 @@ def checked(
                 f"{where}: a sample has not the {top_tokens} likeliest tokens in place of each of its {tokens}, which "
                 "[grpo] score_centering needs: make samples with `Turns`, or pass on `Completion.top`"
             )
-        if not ours:
-            _check_values(sample, where)
         if tokens and not (min(sample.token_ids) >= 0 and max(sample.token_ids) < vocab_size):
             wrong = min(sample.token_ids) if min(sample.token_ids) < 0 else max(sample.token_ids)
             raise ValueError(f"a sample with token {wrong}, and the model has {vocab_size}")
@@ -306,13 +307,20 @@ def checked(
 
 
 def _check_values(sample: Sample, where: str) -> None:
-    """What an environment may have written itself."""
-    if not set(map(type, [*sample.token_ids, *sample.versions])) <= {int}:
+    """What an environment may have written itself: arrays become lists."""
+    firsts, servers = zip(*sample.servers, strict=True) if len(sample.servers) else ((), ())
+    if not set(map(type, [*sample.token_ids, *sample.versions, *firsts])) <= {int}:
         raise UserError(f"{where}: token ids and versions of a sample must be whole numbers")
+    sample.logprobs = list(map(float, sample.logprobs))
+    sample.loss_mask = None if sample.loss_mask is None else list(map(bool, sample.loss_mask))
     if not all(map(math.isfinite, sample.logprobs)):
         raise ValueError("a sample with a log-probability that is not finite")
-    if not all(isinstance(name, str) for name in sample.rewards):
-        raise UserError(f"{where}: the names of a sample's rewards must be texts, not {list(sample.rewards)[:3]}")
+    texts = [sample.finish_reason, *servers, *sample.rewards, *itertools.chain(*sample.reward_failures.items())]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"{where}: finish_reason, names of rewards, and what reward_failures and servers of a sample say must be "
+            f"texts, not {texts[:9]}"
+        )
 
 
 def _check_kept(sample: Sample, where: str) -> None:

@@ -112,13 +112,15 @@ class GuardedEnvironment:
             if not isinstance(error, Refused) or self.is_single_turn or not self._has_worked:
                 raise
             return self._give_up(prompt, client.params.n, f"asked what no server takes: {error}")
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except GeneratorExit:  # the coroutine is closed
+            raise
+        except BaseException as error:  # math_verify's TimeoutException is one, for example
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # not the environment's own error: its group was given up
             if isinstance(error, MemoryError) and self.is_single_turn:
                 raise  # nor is it the data's
-            where = getattr(error, "place", None) or place(error)
+            where = vars(error).get("place") or place(error)
             return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {said(error)} ({where})")
         oldest = -1 if self.is_single_turn else call.oldest()
         try:
@@ -129,8 +131,8 @@ class GuardedEnvironment:
                 params = client.params
                 given = params.max_tokens, oldest, params.routes, params.vocab_size, len(prompt.token_ids)
                 group = checked(samples, self.name, *given, params.kept, params.top_tokens, self.is_single_turn)
-        except (ValueError, TypeError, AttributeError) as error:
-            if isinstance(error, UserError) and not self._has_worked:
+        except Exception as error:  # what it returned may be any objects
+            if isinstance(error, MemoryError) or (isinstance(error, UserError) and not self._has_worked):
                 raise
             return self._give_up(prompt, client.params.n, f"returned what no step can use: {said(error)}")
         self._has_worked = True
