@@ -148,6 +148,19 @@ class Silent(ValueError):
 def sizes(answers, prompt):
     return [{"skip": None, "silent": Silent()}.get(text, len(answers)) for text in answers]
 
+class Table:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        return iter(["score"])
+
+def table(answers, prompt):
+    return Table(len(answers))
+
 async def sizes_awaited(answers, prompt):
     await asyncio.sleep(0.7 if "slow" in answers else 0)
     return [len(answers) for _ in answers]
@@ -602,6 +615,13 @@ def test_a_function_may_score_a_groups_answers_at_once(functions):
         runner.score(samples)  # the slow group has 5 times 0.2 s
     assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, None]
     assert "returned None: return one finite number on every path" in samples[4].reward_failures[names[0]]
+
+
+def test_a_table_of_scores_is_a_failure_of_its_group(functions):
+    with RewardRunner(Reward(functions=[f"{functions}:table"], workers=1)) as runner:
+        runner.score(samples := make_samples("a", "b"))
+    for sample in samples:
+        assert "returned 1 scores for 2 answers" in sample.reward_failures[f"{functions}:table"]
 
 
 def wait_until_gone(pid):

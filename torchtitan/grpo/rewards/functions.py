@@ -154,6 +154,7 @@ def checked_group(values: Any, answers: int) -> Iterable[Any]:
         checked(values)
     if isinstance(values, str | bytes | dict | set | frozenset) or not hasattr(values, "__len__"):
         raise ValueError(f"returned {shown(values)}: {wanted}")
+    values = list(values)  # a table with a row for each answer has the names of its columns
     if len(values) != answers:
         raise ValueError(f"returned {len(values)} scores for {answers} answers: {wanted}")
     return values
