@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
-from tests.helpers import COMMAND, ROOT
+from tests.helpers import COMMAND, ROOT, TINY_QWEN3
+from torchtitan.grpo.commands import serve as command
+
+MODEL = "Qwen/Qwen3-0.6B"
 
 
 def serve(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,10 +66,10 @@ def pretend_vllm(bare_python, tmp_path):
 
 
 def test_serve_calls_a_new_vllm_on_cpu(pretend_vllm):
-    result = pretend_vllm("model", "--cpu", "--port", "8001", "--seed", "3", entrypoints="enable_scale_out = False")
+    result = pretend_vllm(MODEL, "--cpu", "--port", "8001", "--seed", "3", entrypoints="enable_scale_out = False")
     assert result.returncode == 0, result.stderr
     flags, (dev_mode, devices, flashinfer) = json.loads(result.stdout)
-    assert flags[:6] == ["--model", "model", "--host", "127.0.0.1", "--port", "8001"]
+    assert flags[:6] == ["--model", MODEL, "--host", "127.0.0.1", "--port", "8001"]
     assert json.loads(flags[flags.index("--weight-transfer-config") + 1]) == {"backend": "torchtitan_grpo"}
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert flags[flags.index("--dtype") + 1] == "float32"
@@ -76,7 +79,7 @@ def test_serve_calls_a_new_vllm_on_cpu(pretend_vllm):
 
 
 def test_serve_calls_an_older_vllm_on_two_gpus(pretend_vllm):
-    result = pretend_vllm("model", "--gpu", "2,3", entrypoints="")
+    result = pretend_vllm(MODEL, "--gpu", "2,3", entrypoints="")
     assert result.returncode == 0, result.stderr
     flags, (_, devices, _) = json.loads(result.stdout)
     assert "--enable-scale-out" not in flags
@@ -86,7 +89,7 @@ def test_serve_calls_an_older_vllm_on_two_gpus(pretend_vllm):
 
 
 def test_serve_guards_an_exposed_vllm_by_a_key_that_nobody_sees(pretend_vllm):
-    result = pretend_vllm("model", "--host=0.0.0.0", "--expose", entrypoints="", VLLM_API_KEY="hush")
+    result = pretend_vllm(MODEL, "--host=0.0.0.0", "--expose", entrypoints="", VLLM_API_KEY="hush")
     assert result.returncode == 0, result.stderr
     flags, _ = json.loads(result.stdout)
     module, _, name = flags[flags.index("--middleware") + 1].rpartition(".")
@@ -108,14 +111,36 @@ def test_serve_guards_an_exposed_vllm_by_a_key_that_nobody_sees(pretend_vllm):
     ids=lambda value: " ".join(value),
 )
 def test_serve_opens_no_server_by_accident(engine, flags, says, bare_python):
-    result = serve(engine.lower(), "model", *flags, **{f"{engine}_PYTHON": str(bare_python)})
+    result = serve(engine.lower(), MODEL, *flags, **{f"{engine}_PYTHON": str(bare_python)})
     assert result.returncode == (1 if "--expose" in flags else 2)
     for words in says:
         assert words.replace("_API_KEY", f"{engine}_API_KEY") in result.stderr
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("model", ["nosuch", "./no/such", "/no/such", "../such", "~/such", "a/b/c", ""])
+def test_serve_refuses_what_is_neither_a_folder_nor_a_name_of_the_hub(engine, model, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert command.main([engine, model]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {model!r} is no folder") and "give a folder with config.json" in said
+
+
+@pytest.mark.parametrize("cache", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"])
+def test_serve_leaves_it_to_the_engine_what_it_can_fetch(cache, tmp_path, monkeypatch):
+    below = {"HF_HUB_CACHE": ".", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}
+    (tmp_path / below.get(cache, ".cache/huggingface/hub") / "models--gpt2").mkdir(parents=True)
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(cache, str(tmp_path))
+    (tmp_path / "model.gguf").touch()
+    of_hub = ("01-ai/Yi-6B", "unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "gpt2")
+    for model in (*of_hub, str(TINY_QWEN3), "train_configs/tiny_qwen3/", f"{tmp_path}/model.gguf", "s3://bucket/model"):
+        assert command._parsed(["vllm", model])[0].model == model
+
+
 def test_serve_says_how_to_install_the_plugin(pretend_vllm):
-    result = pretend_vllm("model", entrypoints="", plugin=False)
+    result = pretend_vllm(MODEL, entrypoints="", plugin=False)
     assert result.returncode == 1
     assert f"pip install --no-deps {ROOT}" in result.stderr
     assert result.stdout == ""
@@ -149,10 +174,10 @@ def pretend_sglang(bare_python, tmp_path):
 
 
 def test_serve_calls_sglang_on_cpu(pretend_sglang):
-    result = pretend_sglang("model", "--cpu", "--port", "8001", "--max-total-tokens", "99", CUDA_VISIBLE_DEVICES="0")
+    result = pretend_sglang(MODEL, "--cpu", "--port", "8001", "--max-total-tokens", "99", CUDA_VISIBLE_DEVICES="0")
     assert result.returncode == 0, result.stderr
     flags, _, environment = json.loads(result.stdout)
-    assert flags[:6] == ["--model-path", "model", "--host", "127.0.0.1", "--port", "8001"]
+    assert flags[:6] == ["--model-path", MODEL, "--host", "127.0.0.1", "--port", "8001"]
     assert flags[flags.index("--device") + 1] == "cpu"
     assert flags[flags.index("--dtype") + 1] == "float32"
     assert "--skip-tokenizer-init" in flags and "--api-key" not in flags
@@ -163,7 +188,7 @@ def test_serve_calls_sglang_on_cpu(pretend_sglang):
 
 @pytest.mark.parametrize(("visible", "chosen"), [("", "1,2"), ("4,5,6", "5,6")])
 def test_serve_calls_sglang_on_two_gpus(pretend_sglang, visible, chosen):
-    result = pretend_sglang("model", "--gpu", "1,2", CUDA_VISIBLE_DEVICES=visible)
+    result = pretend_sglang(MODEL, "--gpu", "1,2", CUDA_VISIBLE_DEVICES=visible)
     assert result.returncode == 0, result.stderr
     flags, _, environment = json.loads(result.stdout)
     assert flags[flags.index("--tp-size") + 1] == "2"
@@ -173,13 +198,13 @@ def test_serve_calls_sglang_on_two_gpus(pretend_sglang, visible, chosen):
 
 
 def test_serve_refuses_a_gpu_that_is_not_visible(pretend_sglang):
-    result = pretend_sglang("model", "--gpu", "3", CUDA_VISIBLE_DEVICES="4,5,6")
+    result = pretend_sglang(MODEL, "--gpu", "3", CUDA_VISIBLE_DEVICES="4,5,6")
     assert result.returncode == 2
     assert "CUDA_VISIBLE_DEVICES = 4,5,6 has 3 device(s)" in result.stderr
 
 
 def test_serve_shows_nobody_sglangs_api_key(pretend_sglang):
-    result = pretend_sglang("model", "--cpu", "--seed", "3", SGLANG_API_KEY="hush")
+    result = pretend_sglang(MODEL, "--cpu", "--seed", "3", SGLANG_API_KEY="hush")
     assert result.returncode == 0, result.stderr
     flags, shown, environment = json.loads(result.stdout)
     assert flags[:2] == ["--api-key", "hush"] and flags[-2:] == ["--seed", "3"]
@@ -188,7 +213,7 @@ def test_serve_shows_nobody_sglangs_api_key(pretend_sglang):
 
 
 def test_serve_says_how_to_install_sglang(pretend_sglang):
-    result = pretend_sglang("model", installed=False)
+    result = pretend_sglang(MODEL, installed=False)
     assert result.returncode == 1
     assert "scripts/install_sglang_cpu.sh" in result.stderr
     assert result.stdout == ""

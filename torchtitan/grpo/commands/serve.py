@@ -5,6 +5,7 @@ It may run in the engine's environment, which need not have torchtitan. So it im
 
 import argparse
 import os
+import re
 import shlex
 import sys
 
@@ -18,6 +19,8 @@ from torchtitan.grpo.process.server_commands import (
 )
 
 ENGINES = [engine for engine, command in COMMANDS.items() if not command.bundled]
+_ELSEWHERE = re.compile(r"\w+://.+|\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
+"""A model that an engine fetches: an address, or OWNER/NAME of the hub; one of its GGUF files may follow a colon."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,11 +66,24 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
     add_arguments(parser)
     given, flags = parser.parse_known_args(words)
     check_exposure(given.host, given.expose, f"Export {key}")
+    if not (os.path.exists(given.model) or _ELSEWHERE.fullmatch(given.model) or os.path.isdir(_cached(given.model))):
+        where = "" if os.path.isabs(given.model) else f" in {os.getcwd()}"
+        raise ServerCommandError(
+            f"{given.model!r} is no folder{where}, and no model of the hub: give a folder with config.json and a "
+            "tokenizer, or OWNER/NAME, as in Qwen/Qwen3-0.6B",
+            2,
+        )
     if given.expose and not is_loopback(given.host) and not os.environ.get(key):
         said = f"warning: --expose without {key}: whoever reaches port {given.port} can replace the weights"
         print(said, file=sys.stderr)
     gpus = () if given.cpu else given.gpu or None
     return engine(given.model, gpus, tuple(flags), host=given.host, key_env=key), given.port
+
+
+def _cached(name: str) -> str:
+    """Where huggingface_hub keeps a model without an owner, as `gpt2`. It is not imported: that takes long."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return os.path.expanduser(os.path.join(os.environ.get("HF_HUB_CACHE") or f"{home}/hub", f"models--{name}"))
 
 
 def gpu_list(text: str) -> tuple[int, ...]:
