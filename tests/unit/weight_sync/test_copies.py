@@ -237,6 +237,32 @@ def test_a_server_that_freezes_while_it_drains_alone_in_traffic_keeps_no_version
         assert not stuck.in_traffic
 
 
+def test_a_server_that_drains_for_long_alone_in_traffic_keeps_no_version_from_one_that_comes_back(monkeypatch):
+    monkeypatch.setattr(worker_module, "HEALTH_S", 0.05)
+    with Servers(monkeypatch, [Mode.COMMON, Mode.LOST], False, AGREE_S) as servers:
+        (busy, back), link = servers.fleet.servers, servers.links["http://server0"]
+        servers.board.pause = Pause(in_flight=False)
+        servers.board.sent, servers.board.push_s = 0, 0.01  # of one before
+        draining, drained = threading.Event(), threading.Event()
+
+        def stop(version: int) -> None:
+            draining.set()
+            while not drained.is_set():
+                link.check()
+                time.sleep(0.002)
+
+        link.stop = stop
+        servers.fleet.admit(busy, 0)
+        servers.publish(1)
+        until(draining.is_set)
+        servers.wait_for(1, back)
+        servers.publish(2)
+        assert busy.in_traffic and not link.given, "it still answers"
+        drained.set()
+        servers.wait_for(2, busy, back)
+        assert link.given == [2], "the newest wins"
+
+
 def reads_slowly(link: Link) -> list[int]:
     """A server that works, and takes three times as long as it may. The versions that it began with."""
     begun: list[int] = []

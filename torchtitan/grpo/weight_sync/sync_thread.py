@@ -200,12 +200,23 @@ class Leader(SyncThread):
             return
         push = self._new_push(self._packer.snapshots.newest)
         try:
-            push.wait_until_still(self._beat)
+            push.wait_until_still(self._while_servers_drain)
             with self._send() as snapshot:
                 self._push_buckets(push, snapshot)
         except BaseException:
             push.fail()
             raise
+
+    def _while_servers_drain(self) -> None:
+        """That may take long. A server that has waited for weights for longer than a push takes gets a copy meanwhile:
+        nothing is packed for the push yet."""
+        self._beat()
+        board = self._board
+        with board.changed:
+            if not board.copy_is_late(0.0) or board.copy_in_use():
+                return
+            board.copy.invalidate()
+        self._make_copy()
 
     def _beat(self) -> None:
         if time.monotonic() > self._next_beat:
