@@ -139,3 +139,9 @@ def test_what_json_has_no_words_for_is_text_and_stops_no_save():
         to_bytes([Sample(Prompt(0, [1], "q", columns={"at": Path("/a")}), [2], [-1.0], [0], "stop")])
     )
     assert sample.prompt.columns == {"at": "/a"}
+
+
+def test_of_what_an_environment_keeps_in_a_prompt_texts_are_left():
+    prompt = Prompt(0, [1], "", columns={"question": "?", "seen": {3}, (1, 2): "no name"})
+    (found,) = from_bytes(to_bytes([Sample(prompt, [5], [-0.5], [0], "stop")]))
+    assert found.prompt.columns == {"question": "?", "seen": "{3}"}

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from threading import Thread
@@ -147,6 +148,9 @@ class Silent(ValueError):
 
 def sizes(answers, prompt):
     return [{"skip": None, "silent": Silent()}.get(text, len(answers)) for text in answers]
+
+def own_column(text, prompt):
+    return "_thread.lock" in prompt.columns["own"] and list(prompt.columns) == ["log", "own"]
 
 class Table:
     def __init__(self, rows):
@@ -615,6 +619,13 @@ def test_a_function_may_score_a_groups_answers_at_once(functions):
         runner.score(samples)  # the slow group has 5 times 0.2 s
     assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, None]
     assert "returned None: return one finite number on every path" in samples[4].reward_failures[names[0]]
+
+
+def test_objects_that_an_environment_keeps_in_a_prompt_are_texts_in_a_reward(functions):
+    samples = make_samples("a", "b", columns={"log": "x", "own": threading.Lock(), (1, 2): "place"})
+    with RewardRunner(Reward(functions=[f"{functions}:own_column"], workers=1)) as runner:
+        runner.score(samples)
+    assert [sample.reward for sample in samples] == [1.0, 1.0]
 
 
 def test_a_table_of_scores_is_a_failure_of_its_group(functions):

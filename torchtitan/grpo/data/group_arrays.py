@@ -110,7 +110,7 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
         "prompt_ids": _laid(prompt_ids, np.int32),
         "prompt_lengths": np.array([len(ids) for ids in prompt_ids], np.int64),
         # An environment may keep an object of its own in a prompt's columns.
-        "about": np.frombuffer(json.dumps(about, default=str).encode(), np.uint8),
+        "about": np.frombuffer(json.dumps(about, default=str, skipkeys=True).encode(), np.uint8),
     }
 
 

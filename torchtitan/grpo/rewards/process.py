@@ -5,6 +5,7 @@ module. Its environment has no hidden key, from its first moment on.
 """
 
 import contextlib
+import json
 import logging
 import math
 import multiprocessing
@@ -17,9 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import is_safe
 from torchtitan.grpo.rewards.worker import FAILURE_CHARS, Call, Score, too_slow
@@ -174,7 +177,12 @@ class RewardWorker:
     def _exchange(self, calls: dict[int, Call], scores: dict[int, list[Score]]) -> str:
         """Add scores as they arrive. Returns why the next ones will not arrive, or "" after the last."""
         try:
-            self._connection.send(calls)
+            try:
+                self._connection.send(calls)
+            except OSError:
+                raise
+            except Exception:  # nothing is written: a prompt has columns that cannot be pickled
+                self._connection.send({n: call._replace(prompt=_plain(call.prompt)) for n, call in calls.items()})
             while suspects := self._under_way(calls, scores):
                 answers = max(len(calls[number].texts) for number in suspects)
                 grace_s = GRACE_S if self._is_async[calls[suspects[0]].function] else 0.0
@@ -278,6 +286,11 @@ class RewardWorker:
         arguments = (self._names, self._pattern, self._timeout_s)
         with contextlib.suppress(ConnectionError):  # it has ended, which `_wait_ready` finds
             self._connection.send((sys.path, sys.argv, arguments))
+
+
+def _plain(prompt: Prompt) -> Prompt:
+    """With objects that an environment keeps in its columns as texts, as a resumed run has them."""
+    return replace(prompt, columns=json.loads(json.dumps(prompt.columns, default=str, skipkeys=True)))
 
 
 def _bound_messages(connection: Connection, seconds: float) -> None:
