@@ -35,6 +35,13 @@ FAILURES = {
 }
 
 
+class Fields(Exception):
+    """As one of foreign code, with attributes of its own. Python 3.11 asks it for notes, and gets another error."""
+
+    def __getattr__(self, name: str) -> str:
+        return {}[name]
+
+
 class Worker:
     """In place of `RolloutWorker`. Its verbs are what tests call."""
 
@@ -67,6 +74,9 @@ class Worker:
 
     def fails_unspeakably(self) -> None:
         raise Unspeakable
+
+    def fails_with_fields(self) -> None:
+        raise UserError("a hook failed") from Fields()
 
     def unsendable(self) -> object:
         return object()

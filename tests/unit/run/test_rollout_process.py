@@ -119,6 +119,8 @@ def test_an_error_is_raised_as_what_it_was_there(process):
             process.call(verb, 0, arguments)
         said = "".join(traceback.format_exception(raised.value))
         assert "In the rollout process:\nTraceback" in said and "rollout_service.py" in said and kind in said
+    with pytest.raises(UserError, match="a hook failed"):
+        process.call("fails_with_fields", 0)
     assert process.call("echo", 1)[0] == [1], "it goes on"
 
 

@@ -121,8 +121,10 @@ class Service:
         self.channel.send([0, name, list(values)])
 
     def _send_error(self, number: int, error: BaseException) -> None:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        self.channel.send([number, "error", kinds, in_words(error), "".join(traceback.format_exception(error))])
+        kinds, trace = [kind.__name__ for kind in type(error).__mro__], ""
+        with suppress(Exception):  # it reads attributes of foreign errors
+            trace = "".join(traceback.format_exception(error))
+        self.channel.send([number, "error", kinds, in_words(error), trace])
 
     def _read(self) -> None:
         try:
