@@ -165,6 +165,16 @@ def test_an_environment_may_bring_its_rows_and_is_closed(tmp_path: Path) -> None
         load_held_out(config, tokenizer, rows=environments.rows)
 
 
+def test_a_close_that_fails_hides_no_other_error(tmp_path: Path, monkeypatch, caplog) -> None:
+    def fail(self: Sums) -> None:
+        raise ConnectionError("closed already")
+
+    monkeypatch.setattr(Sums, "close", fail)
+    with pytest.raises(UserError, match="the first"), loaded_environments(config_of(tmp_path, OWN_ROWS)):
+        raise UserError("the first")
+    assert f"[rollout] environment = '{__name__}:Sums' cannot be closed: ConnectionError: closed already" in caplog.text
+
+
 def held_out_and_trained(folder: Path, text: str, column: str) -> tuple[list[list[int]], list[int], int]:
     """A column of each held-out set and of the training data, and by how many keys its rows are known."""
     config, tokenizer = config_of(folder, text), load_tokenizer(str(TINY_QWEN3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEn
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -34,7 +37,7 @@ def loaded_environments(config: JobConfig) -> Iterator[Environments]:
         def guarded(name: str, arguments: dict[str, Any], data: Data, key: str = KEY) -> GuardedEnvironment:
             with renamed(KEY, key):
                 environment = load_environment(name, arguments, data.chat_template_kwargs)
-            stack.callback(getattr(environment, "close", lambda: None))
+            stack.callback(_close, environment, f"{key} = {name!r}")
             return GuardedEnvironment(environment, name, rollout.environment_concurrency, key)
 
         own = guarded(rollout.environment, rollout.environment_args, config.data)
@@ -44,6 +47,14 @@ def loaded_environments(config: JobConfig) -> Iterator[Environments]:
                 key = f"{table_title('validation.sets', each.name)} environment"
                 of_sets[each.name] = guarded(each.environment, each.environment_args, each.data, key)
         yield Environments(own, of_sets)
+
+
+def _close(environment: Environment, what: str) -> None:
+    """What its own code raises must not hide how the run has ended."""
+    try:
+        getattr(environment, "close", lambda: None)()
+    except Exception as error:
+        logger.warning("%s cannot be closed: %s", what, in_words(error))
 
 
 def load_environment(name: str, arguments: dict[str, Any], template_arguments: dict[str, Any]) -> Environment:
