@@ -4,6 +4,7 @@ With CUDA they import for themselves.
 Otherwise they are as torchrun or a shell starts them: a script with arguments, environment, folder and log of its own.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -97,6 +98,7 @@ class Ranks:
             environ = dict(environment) | {name: str(value) for name, value in own.items()}
             args = (script, [str(argument) for argument in arguments], environ, cwd, log)
             self.processes.append(_starts.Process(target=_run, args=args))
+        atexit.register(self.kill)  # a test that fails may leave them, and multiprocessing waits for their end
         with _environment_of_imports():
             for process in self.processes:
                 process.start()

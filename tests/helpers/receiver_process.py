@@ -1,6 +1,6 @@
 """A server without a model: the real receiver of weights behind the real routes. It records what it receives.
 
-    python receiver_process.py READY_FILE [--port PORT] [--fault KIND VERSION SECONDS] [--bucket-s S] [--jitter-s S]
+    python receiver_process.py READY_FILE PORT [--fault KIND VERSION SECONDS] [--bucket-s S] [--jitter-s S]
 
 Writes its address into READY_FILE. KIND acts while the second bucket of VERSION is loaded: `sleep` for SECONDS, `die`
 by SIGKILL, or `stop` by SIGSTOP. Loading a bucket takes `--bucket-s` seconds and a random share of `--jitter-s` more.
@@ -30,7 +30,7 @@ from torchtitan.grpo.weight_wire.receiver import Receiver
 
 parser = argparse.ArgumentParser()
 parser.add_argument("ready", type=Path)
-parser.add_argument("--port", type=int, default=0)
+parser.add_argument("port", type=int)
 parser.add_argument("--fault", nargs=3, default=["", "0", "0"])
 parser.add_argument("--bucket-s", type=float, default=0.0)
 parser.add_argument("--jitter-s", type=float, default=0.0)

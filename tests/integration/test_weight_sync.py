@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from process_group import free_port
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers import ROOT
@@ -40,10 +41,10 @@ class Receivers:
         self._ready: dict[str, Path] = {}
 
     def start(self, *flags: str) -> str:
-        return self._start(self._folder / f"receiver{len(self._processes)}", flags)
+        return self._start(self._folder / f"receiver{len(self._processes)}", flags, free_port())
 
-    def _start(self, ready: Path, flags: tuple[str, ...], *port: str) -> str:
-        process = Ranks(1, HERE / "receiver_process.py", ready, *flags, *port, log=ready.with_suffix(".log"))
+    def _start(self, ready: Path, flags: tuple[str, ...], port: int) -> str:
+        process = Ranks(1, HERE / "receiver_process.py", ready, port, *flags, log=ready.with_suffix(".log"))
         deadline = time.monotonic() + 60
         while not ready.exists():
             assert time.monotonic() < deadline, "the receiver did not start"
@@ -58,7 +59,7 @@ class Receivers:
 
     def restart(self, url: str) -> None:
         self._ready[url].unlink()
-        assert self._start(self._ready[url], self._flags[url], "--port", str(urlsplit(url).port)) == url
+        assert self._start(self._ready[url], self._flags[url], urlsplit(url).port) == url
 
     def taken(self, url: str) -> list[tuple[int, str]]:
         """(version, digest) of each version that the server took into service, over all its lives."""
