@@ -29,8 +29,10 @@ except KeyboardInterrupt:  # torch's C++ code goes on without NumPy
 @pytest.mark.parametrize("before", ["", "find_spec('torch')", "Thread(target=sleep, args=[9], daemon=True).start()"])
 def test_an_interrupt_while_torch_is_imported_is_not_lost(tmp_path, before):
     (tmp_path / "torch.py").write_text(LOSES_AN_INTERRUPT)
-    program = "import torchtitan_overlay\nfrom importlib.util import find_spec\nfrom threading import Thread\n"
-    program += f"from time import sleep\n{before}\n"
+    program = "import signal\nfrom importlib.util import find_spec\nfrom threading import Thread\n"
+    program += "from time import sleep\n"
+    program += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+    program += f"import torchtitan_overlay\n{before}\n"
     program += "try:\n    import torch\nexcept KeyboardInterrupt:\n    print('interrupted')"
     paths = os.pathsep.join(map(str, (tmp_path, ROOT)))
     said = subprocess.check_output([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, text=True)
