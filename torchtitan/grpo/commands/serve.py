@@ -69,8 +69,8 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
     if not (os.path.exists(given.model) or _ELSEWHERE.fullmatch(given.model) or os.path.isdir(_cached(given.model))):
         where = "" if os.path.isabs(given.model) else f" in {os.getcwd()}"
         raise ServerCommandError(
-            f"{given.model!r} is no folder{where}, and no model of the hub: give a folder with config.json and a "
-            "tokenizer, or OWNER/NAME, as in Qwen/Qwen3-0.6B",
+            f"{given.model!r} is no folder{where}. Give a folder with config.json and a tokenizer, or a model of the "
+            "hub with its owner, as in Qwen/Qwen3-0.6B",
             2,
         )
     if given.expose and not is_loopback(given.host) and not os.environ.get(key):
