@@ -401,10 +401,6 @@ def test_a_silent_server_leaves_traffic_unless_it_loads_weights_or_is_the_last(c
     fleet.fall_silent(a, "no reply")
     fleet.fall_silent(b, "no reply")
     assert (a.silent, a.in_traffic, a.lost) == (True, False, False) and b.in_traffic and not b.silent
-    a.waits = True
-    fleet.fall_silent(b, "no reply")
-    assert b.in_traffic and not b.silent, "neither replies"
-    a.waits = False
     assert f"{A} is out of traffic: it does not reply: no reply" in caplog.text
     fleet.heard(a)
     assert not a.silent and not a.in_traffic, "weight sync says when it is back"

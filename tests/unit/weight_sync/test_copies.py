@@ -215,28 +215,6 @@ def test_a_server_that_freezes_in_a_push_of_its_own_keeps_no_version_from_one_th
         servers.wait_for(1, stuck)
 
 
-def test_a_server_that_freezes_while_it_drains_alone_in_traffic_keeps_no_version_from_one_that_comes_back(monkeypatch):
-    monkeypatch.setattr(worker_module, "HEALTH_S", 0.05)
-    with Servers(monkeypatch, [Mode.COMMON, Mode.LOST], False) as servers:
-        (stuck, back), link = servers.fleet.servers, servers.links["http://server0"]
-        servers.board.pause = Pause(in_flight=False)  # it may drain for ten minutes
-        draining = threading.Event()
-
-        def stop(version: int) -> None:
-            draining.set()
-            while True:
-                link.check()
-                time.sleep(0.002)
-
-        link.stop, stuck.control = stop, SimpleNamespace(is_healthy=lambda: False)
-        servers.fleet.admit(stuck, 0)
-        servers.publish(1)
-        until(lambda: draining.is_set() and back.waits)
-        servers.fleet.fall_silent(stuck, "no reply")
-        servers.wait_for(1, back)
-        assert not stuck.in_traffic
-
-
 def test_a_server_that_drains_for_long_alone_in_traffic_keeps_no_version_from_one_that_comes_back(monkeypatch):
     monkeypatch.setattr(worker_module, "HEALTH_S", 0.05)
     with Servers(monkeypatch, [Mode.COMMON, Mode.LOST], False, AGREE_S) as servers:

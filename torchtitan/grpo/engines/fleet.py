@@ -54,7 +54,6 @@ class Server:
         distrusts: How often that has happened.
         silent: It owes answers and did not reply in time, see `fall_silent`.
         updating: Weights are being loaded there. Only weight sync's worker writes it.
-        waits: It is connected and waits for weights that it may be fed alone. Only its worker writes it.
         at_rest: Weight sync leaves it alone until `Fleet.rise`. Only its worker writes it.
         starts: How often its keeper found it healthy after a start.
         reason: Why it is out of traffic, "" while it is in traffic.
@@ -80,7 +79,6 @@ class Server:
     distrusts: int = 0
     silent: bool = False
     updating: bool = False
-    waits: bool = False
     at_rest: bool = False
     starts: int = 0
     reason: str = "has not been given any weights yet"
@@ -294,15 +292,11 @@ class Fleet(FleetView):
     def fall_silent(self, server: Server, why: str) -> None:
         """It owes answers and did not reply in time: it leaves traffic and pushes until it is `heard`.
 
-        This has no effect for the last server in traffic, unless another one waits for its weights: else none could
-        take its part. Nor has it while the server loads weights, when some reply late: a push drops it if it is.
+        This has no effect for the last server in traffic, since no other one could take its part. Nor has it while the
+        server loads weights, when some reply late: a push drops it if it is.
         """
         with self._lock:
-            others = any(
-                other.in_traffic or (other.waits and not (other.silent or other.suspected))
-                for other in self._servers
-                if other is not server
-            )
+            others = any(other.in_traffic for other in self._servers if other is not server)
             if server.silent or not others or (server.updating and server.in_traffic):
                 return
             server.silent = True

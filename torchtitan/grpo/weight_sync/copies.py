@@ -72,19 +72,20 @@ class CopyReader:
         self.dropped = ""
         self.too_late = 0
         self._has = -1
+        self._waits = False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """It wants a version after the one that its server serves."""
-        self._has, self._server.waits = self._server.version if self._server.in_traffic else -1, True
+        self._has, self._waits = self._server.version if self._server.in_traffic else -1, True
         try:
             yield
         finally:
-            self._server.waits = False
+            self._waits = False
 
     def may_take(self, copy: VersionCopy | None) -> bool:
         """Whether it waits for a copy, and this one is newer than what the server has and not older than `sent`."""
-        ready = copy is not None and self._server.waits and not self._server.silent
+        ready = copy is not None and self._waits and not self._server.silent
         return ready and copy.version > self._has and copy.version >= self._board.sent
 
     def takes(self) -> bool:
