@@ -123,7 +123,7 @@ def test_serve_refuses_what_is_neither_a_folder_nor_a_name_of_the_hub(engine, mo
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert command.main([engine, model]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {model!r} is no folder") and "give a folder with config.json" in said
+    assert said.startswith(f"error: {model!r} is no folder") and "Give a folder with config.json" in said
 
 
 @pytest.mark.parametrize("cache", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"])
