@@ -3,12 +3,14 @@
 Lines of the file that the environment variable RECORD names: {"time", "did", "version"}, with `did` one of `started`,
 `checked` or `asked` (a request came while it had `version`) and `took` (it has `version` from now on).
 
-While that file's name with `.drift` exists, each log-probability that it answers to a run is 1 nat too low.
+While that file's name with `.drift` exists, each log-probability that it answers to a run is 1 nat too low. The server
+removes that file when it is checked, if it is not empty.
 """
 
 import json
 import os
 import time
+from pathlib import Path
 
 from aiohttp import web
 
@@ -38,7 +40,11 @@ own_reply = bodies.reply
 class RecordingApp(EmbeddedApp):
     async def generate(self, http: web.Request) -> web.Response:
         # The check before a server is taken up asks without a request id; what a run asks has one.
-        write_down("asked" if "request_id" in await http.json() else "checked", self.generator.version)
+        did = "asked" if "request_id" in await http.json() else "checked"
+        drift = Path(os.environ["RECORD"] + ".drift")
+        if did == "checked" and drift.exists() and drift.read_text():
+            drift.unlink()
+        write_down(did, self.generator.version)
         return await super().generate(http)
 
     async def finish_weight_update(self, http: web.Request) -> web.Response:

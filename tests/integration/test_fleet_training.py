@@ -57,10 +57,9 @@ class RecordingServer:
     def close(self) -> None:
         self.process.kill()
 
-    def drifts(self, drifts: bool) -> None:
-        """Whether it answers log-probabilities that are not the model's."""
-        marker = self._record.with_name(self._record.name + ".drift")
-        marker.touch() if drifts else marker.unlink()
+    def drifts(self, until: str = "") -> None:
+        """It answers log-probabilities that are not the model's, for good or, with any text, until it is checked."""
+        self._record.with_name(self._record.name + ".drift").write_text(until)
 
     def did(self, what: str, since: float = 0.0) -> list[dict]:
         """The values that it recorded under this name since that time, in order."""
@@ -214,10 +213,9 @@ def test_a_server_whose_log_probabilities_drift_is_fed_again_before_it_is_asked(
     flags = FLAGS | {"--reward.functions": "exact_match", "--grpo.prompts_per_step": "64", "--grpo.group_size": "4"}
     with endless(tmp_path / "run", flags | urls(drifts, fine)) as run:
         wait_for_steps(run, 2)
-        drifts.drifts(True)
+        drifts.drifts("until it is checked")
         named = f"{drifts.url} is lost: sampler and trainer log-probabilities"
         run.wait_for("the server to be named", lambda: named in run.log)
-        drifts.drifts(False)
         run.wait_for("it to be connected again", lambda: len(drifts.did("checked")) > 1)
         connected = drifts.did("checked")[1]["time"]
         run.wait_for("it to be asked again", lambda: drifts.did("asked", connected))
@@ -228,7 +226,7 @@ def test_a_server_whose_log_probabilities_drift_is_fed_again_before_it_is_asked(
     assert max(worst) == pytest.approx(1.0, abs=0.05) and max(worst[:2] + worst[-1:]) < 0.05, worst
     assert log.count("is lost: ") == log.count(named) == 1, "no other server, and this one once"
 
-    drifts.drifts(True)  # the only server: the run ends before the first optimizer step
+    drifts.drifts()  # the only server: the run ends before the first optimizer step
     status, said = attempt(tmp_path / "alone", flags | urls(drifts))
     refusal = rf"error: sampler and trainer .* differ by 1\.\d+ nat on average at {drifts.url}, over \[rollout\]"
     refusal += ".*: old prefix: it scores the same tokens as the trainer does, and answers 1.000 nat apart"

@@ -285,6 +285,28 @@ def test_a_server_that_is_lost_while_a_push_begins_has_left_that_push(make, monk
     assert len(link.connected) == 1
 
 
+def test_a_server_that_fails_is_out_of_traffic_before_its_push_ends(make, monkeypatch):
+    """Else whoever waits for that end still asks it."""
+    link = Link(0.0)
+    servers = make([link])
+    (server,) = servers.fleet.servers
+    servers.push(1)
+    until(lambda: server.in_traffic)
+    in_traffic, ended = [], Push.ended
+
+    def update(*_: object) -> None:
+        raise WeightSyncError(server.url, "verify", 2, 1, "not those sent")
+
+    def watched(push: Push, url: str, seconds: dict[str, float] | None) -> None:
+        in_traffic.append(server.in_traffic)
+        ended(push, url, seconds)
+
+    link.update = update
+    monkeypatch.setattr(Push, "ended", watched)
+    servers.push(2)
+    assert in_traffic == [False]
+
+
 def test_a_link_asks_the_fleet_what_runs_at_its_server():
     """Whose requests may be those of another process."""
     engine = SimpleNamespace(link=f"{__name__}:Asking", disk_link=f"{__name__}:Asking")

@@ -188,8 +188,7 @@ class ServerWorker(threading.Thread):
         except Dropped as why:
             self._start_over(why, push)
         except (WeightSyncError, UserError) as error:
-            self._leave_push(push)
-            self._lose(error)
+            self._lose(error, push=push)
         else:
             self._has_given(push.version)
             with board.changed:
@@ -366,11 +365,10 @@ class ServerWorker(threading.Thread):
         self._given, self._failures = version, 0
         self._board.fleet.heard(self.server)
 
-    def _lose(self, reason: object, dead: bool = False) -> None:
+    def _lose(self, reason: object, dead: bool = False, push: Push | None = None) -> None:
         """Connect again, after a pause that grows with each failure in a row. Death and refusal are counted apart."""
         if isinstance(reason, LocalError):
             raise reason  # no fault of the server
-        self._leave_push()  # it may have been invited meanwhile
         self.link.close()
         self.mode, self.reader.too_late = Mode.LOST, 0
         if dead is not self._dead:
@@ -382,6 +380,7 @@ class ServerWorker(threading.Thread):
         if self._losses % _COLLECT_EVERY == 0:
             gc.collect()
         self._board.fleet.withdraw(self.server, str(reason))
+        self._leave_push(push)  # now: who waits for its end must not find the server in traffic
         self._board.wake_workers(Mode.ALONE)  # perhaps no other server is left that would have to wait for them
 
     def _leave_push(self, push: Push | None = None) -> None:
