@@ -120,19 +120,19 @@ def test_serve_opens_no_server_by_accident(engine, flags, says, bare_python):
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("model", ["nosuch", "./no/such", "/no/such", "../such", "~/such", "a/b/c", ""])
 def test_serve_refuses_what_is_neither_a_folder_nor_a_name_of_the_hub(engine, model, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert command.main([engine, model]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {model!r} is no folder") and "Give a folder with config.json" in said
 
 
-@pytest.mark.parametrize("cache", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"])
-def test_serve_leaves_it_to_the_engine_what_it_can_fetch(cache, tmp_path, monkeypatch):
-    below = {"HF_HUB_CACHE": ".", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}
-    (tmp_path / below.get(cache, ".cache/huggingface/hub") / "models--gpt2").mkdir(parents=True)
-    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(cache, str(tmp_path))
+def test_serve_leaves_it_to_the_engine_what_it_can_fetch(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--gpt2"
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "snapshots" / "abc" / "config.json").touch()
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
     (tmp_path / "model.gguf").touch()
     of_hub = ("01-ai/Yi-6B", "unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "gpt2")
     for model in (*of_hub, str(TINY_QWEN3), "train_configs/tiny_qwen3/", f"{tmp_path}/model.gguf", "s3://bucket/model"):

@@ -66,7 +66,7 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
     add_arguments(parser)
     given, flags = parser.parse_known_args(words)
     check_exposure(given.host, given.expose, f"Export {key}")
-    if not (os.path.exists(given.model) or _ELSEWHERE.fullmatch(given.model) or os.path.isdir(_cached(given.model))):
+    if not (os.path.exists(given.model) or _ELSEWHERE.fullmatch(given.model) or _is_cached(given.model)):
         where = "" if os.path.isabs(given.model) else f" in {os.getcwd()}"
         raise ServerCommandError(
             f"{given.model!r} is no folder{where}. Give a folder with config.json and a tokenizer, or a model of the "
@@ -80,10 +80,15 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
     return engine(given.model, gpus, tuple(flags), host=given.host, key_env=key), given.port
 
 
-def _cached(name: str) -> str:
-    """Where huggingface_hub keeps a model without an owner, as `gpt2`. It is not imported: that takes long."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return os.path.expanduser(os.path.join(os.environ.get("HF_HUB_CACHE") or f"{home}/hub", f"models--{name}"))
+def _is_cached(name: str) -> bool:
+    """Whether the hub's cache has this model, which may have no owner, as `gpt2`."""
+    from huggingface_hub import try_to_load_from_cache  # takes long
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def gpu_list(text: str) -> tuple[int, ...]:
