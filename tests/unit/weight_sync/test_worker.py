@@ -298,7 +298,8 @@ def test_a_server_that_fails_is_out_of_traffic_before_its_push_ends(make, monkey
         raise WeightSyncError(server.url, "verify", 2, 1, "not those sent")
 
     def watched(push: Push, url: str, seconds: dict[str, float] | None) -> None:
-        in_traffic.append(server.in_traffic)
+        if push.version == 2:  # the first may still be ending: its server is back in traffic before that
+            in_traffic.append(server.in_traffic)
         ended(push, url, seconds)
 
     link.update = update
