@@ -2,7 +2,8 @@
 
 Variables of its environment:
     LOSSES      JSON list of [verb, number, when, signal]: of a call by its verb's number, "before", "amid" or "after"
-                it. A fifth value is a signal that the trainer then sends itself.
+                it. A fifth value is a signal that the trainer then sends itself. If the process has had a loss before,
+                it is the first such call of the next one.
     PROCESSES   File that gets a line of JSON about each process, before it is asked for its first answer.
     FROZEN_S, STOP_S, LOSSES_MAX   In place of the constants of these names.
     PUBLISH_S   Seconds that each publish takes longer, as if a server were slow.
@@ -29,18 +30,24 @@ AMID_S = 0.2
 _call, _publish = RolloutProcess.call, WeightSync.publish
 _counts: Counter[str] = Counter()
 _losses = json.loads(os.environ.get("LOSSES", "[]"))
+_hit: set[int] = set()
+_lock = threading.Lock()
 _moments = random.Random(0)
 
 
 def call(process: RolloutProcess, verb: str, *arguments: Any, **others: Any) -> Any:
-    _counts[verb] += 1
-    due = next((loss for loss in _losses if loss[:2] == [verb, _counts[verb]]), None)
-    when = due[2] if due else ""
+    due = due_at(process.pid, verb)
+    when, later = due[2] if due else "", None
     if when == "before":
         send(process.pid, due)
     elif when == "amid":
-        threading.Timer(_moments.uniform(0, AMID_S), send, (process.pid, due)).start()
-    answer = _call(process, verb, *arguments, **others)
+        later = threading.Timer(_moments.uniform(0, AMID_S), send, (process.pid, due))
+        later.start()
+    try:
+        answer = _call(process, verb, *arguments, **others)
+    finally:
+        if later is not None:
+            later.join()  # a quick answer may come first
     if when == "after":
         send(process.pid, due)
     if verb == "connect" and (path := os.environ.get("PROCESSES")):
@@ -49,13 +56,26 @@ def call(process: RolloutProcess, verb: str, *arguments: Any, **others: Any) -> 
     return answer
 
 
+def due_at(pid: int, verb: str) -> list[Any] | None:
+    """The loss that belongs to this call, or None."""
+    with _lock:
+        _counts[verb] += 1
+        if pid in _hit:  # it is lost already: the loss is that of the one that takes its place, and so is this call
+            return None
+        due = next((loss for loss in _losses if loss[0] == verb and loss[1] <= _counts[verb]), None)
+        if due:
+            _losses.remove(due)
+            _hit.add(pid)
+        return due
+
+
 def publish(sync: WeightSync, version: int, wait: bool = False) -> None:
     _publish(sync, version, wait)
     time.sleep(float(os.environ.get("PUBLISH_S", 0)))
 
 
 def send(pid: int, loss: list[Any]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # another loss came first
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, loss[3])
     for number in loss[4:]:
         os.kill(os.getpid(), number)
