@@ -71,13 +71,18 @@ class AdapterTrainer:
         init_adapters(self.model, 0)
 
     @torch.no_grad()
-    def learn(self, seed: int) -> nn.Module:
-        """Other adapters. Returns `peft`'s model with them."""
+    def draw(self, seed: int) -> None:
+        """Other adapters."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.model.named_parameters():
             if is_adapter(name):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+    def learn(self, seed: int) -> nn.Module:
+        """Other adapters. Returns `peft`'s model with them, which takes a while."""
         from peft import PeftModel
+
+        self.draw(seed)
 
         with tempfile.TemporaryDirectory() as folder:
             write_adapter(gather_adapter(self.model), self.source, Path(folder), torch.float32)

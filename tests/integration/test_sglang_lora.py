@@ -60,11 +60,11 @@ def url(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Run:
     """A trainer of adapters and its server. Every publish waits for the server."""
 
-    def __init__(self, url: str, published: PublishedWeights, learn: Callable[[int], nn.Module], **modes: bool) -> None:
+    def __init__(self, url: str, published: PublishedWeights, trainer: AdapterTrainer, **modes: bool) -> None:
         self.server = make_server("sglang", url, None, 60.0, 120.0, adapters=True)
         self.sync = WeightSync(published, FILES, Fleet([url], lambda _: self.server), CPU, **modes)
         self.models: dict[int, nn.Module] = {}
-        self._learn = learn
+        self._trainer = trainer
 
     def __enter__(self) -> "Run":
         try:
@@ -77,8 +77,14 @@ class Run:
     def __exit__(self, *error: object) -> None:
         self.sync.close()
 
+    def learn(self, *versions: int) -> None:
+        """Make the models of versions to come: a publish is then no longer than that of a trainer."""
+        self.models |= {version: self._trainer.learn(version) for version in versions}
+
     def publish(self, version: int) -> None:
-        self.models[version] = self._learn(version)
+        if version not in self.models:
+            self.learn(version)
+        self._trainer.draw(version)
         self.sync.publish(version)
 
     def ask(
@@ -109,7 +115,7 @@ class Run:
 
 def run_of(url: str, base: Path, rank: int = 4, **modes: bool) -> Run:
     trainer = AdapterTrainer(base, rank)
-    return Run(url, trainer.published(), trainer.learn, **modes)
+    return Run(url, trainer.published(), trainer, **modes)
 
 
 def differences(model: nn.Module, answers: list[Completion]) -> torch.Tensor:
@@ -136,7 +142,7 @@ def test_what_does_not_fit_is_refused_and_named(url: str, base: Path, tmp_path: 
     }
     for why, weights in cases.items():
         with pytest.raises(UserError, match=rf"{url}: .*{why}"):
-            Run(url, weights, fits.learn).__enter__()
+            Run(url, weights, fits).__enter__()
     server = make_server("sglang", url, None, 60.0, 120.0)
     sync = WeightSync(published, dataclasses.replace(SYNC, transport="gloo"), Fleet([url], lambda _: server), CPU)
     with pytest.raises(UserError, match=r"started with --enable-lora.*set \[lora\] enable = true"):
@@ -151,6 +157,7 @@ def check(run: Run, version: int, answers: list[Completion]) -> None:
 
 def test_an_answer_ends_under_the_version_that_it_began_with(url: str, base: Path):
     with run_of(url, base) as run:
+        run.learn(1, 2, 3)
         run.publish(1)
         old, second, third = run.ask(LONG, (lambda: run.publish(2), lambda: run.publish(3)))
         # All have the same prompt: a cached prefix of another version would show.
@@ -184,18 +191,19 @@ def test_a_cancelled_answer_does_not_hold_its_version(url: str, base: Path):
 
 def test_running_answers_can_finish_before_an_update(url: str, base: Path):
     with run_of(url, base, in_flight=False) as run:
+        run.learn(1, 2)
         run.publish(1)
         client, server = run.server.client, run.server
 
         async def asked() -> list[Completion]:
-            running = asyncio.create_task(client.generate(PROMPT, dataclasses.replace(SHORT, max_tokens=60), "first"))
+            running = asyncio.create_task(client.generate(PROMPT, dataclasses.replace(SHORT, max_tokens=100), "first"))
             server.in_flight = 1  # as the router counts
             running.add_done_callback(lambda _: setattr(server, "in_flight", 0))
             await asyncio.sleep(0.05)
             publishing = asyncio.create_task(asyncio.to_thread(run.publish, 2))
-            while not server.held:
+            while not (server.held or publishing.done()):
                 await asyncio.sleep(0.001)
-            assert not running.done(), "the update waits for it"
+            assert server.held and not running.done(), "the update waits for it"
             await publishing
             assert running.done() and not server.held
             await client.close()
