@@ -7,6 +7,7 @@ Variables of its environment:
     PROCESSES   File that gets a line of JSON about each process, before it is asked for its first answer.
     FROZEN_S, STOP_S, LOSSES_MAX   In place of the constants of these names.
     PUBLISH_S   Seconds that each publish takes longer, as if a server were slow.
+    BEGIN_S     Seconds that a process which takes the place of another takes longer to begin.
 """
 
 import contextlib
@@ -23,11 +24,12 @@ from typing import Any
 import grpo_train
 from torchtitan.grpo.process.stopping import run_and_exit
 from torchtitan.grpo.run import kept_process, rollout_process
+from torchtitan.grpo.run.kept_process import KeptProcess
 from torchtitan.grpo.run.rollout_process import RolloutProcess
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 AMID_S = 0.2
-_call, _publish = RolloutProcess.call, WeightSync.publish
+_call, _publish, _begin = RolloutProcess.call, WeightSync.publish, KeptProcess._begin
 _counts: Counter[str] = Counter()
 _losses = json.loads(os.environ.get("LOSSES", "[]"))
 _hit: set[int] = set()
@@ -74,6 +76,11 @@ def publish(sync: WeightSync, version: int, wait: bool = False) -> None:
     time.sleep(float(os.environ.get("PUBLISH_S", 0)))
 
 
+def begin(kept: KeptProcess, began: float) -> None:
+    time.sleep(float(os.environ.get("BEGIN_S", 0)))
+    _begin(kept, began)
+
+
 def send(pid: int, loss: list[Any]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, loss[3])
@@ -88,7 +95,7 @@ def about(pid: int) -> dict[str, Any]:
     return {"pid": pid, "rss_kib": int(status["VmRSS"].split()[0]), "torch": has_torch, "program": program}
 
 
-RolloutProcess.call, WeightSync.publish = call, publish
+RolloutProcess.call, WeightSync.publish, KeptProcess._begin = call, publish, begin  # type: ignore[method-assign]
 rollout_process.FROZEN_S = float(os.environ.get("FROZEN_S", rollout_process.FROZEN_S))
 rollout_process.STOP_S = float(os.environ.get("STOP_S", rollout_process.STOP_S))
 kept_process.LOSSES_MAX = int(os.environ.get("LOSSES_MAX", kept_process.LOSSES_MAX))

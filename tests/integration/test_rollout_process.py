@@ -119,7 +119,7 @@ def test_a_run_in_flight_goes_on_without_a_step_twice_and_its_checkpoint_resumes
 @pytest.mark.parametrize("loss", [["take", 2, "after", KILL, TERM], ["take", 3, "before", STOP, TERM]])
 def test_a_run_that_is_stopped_while_the_process_is_replaced_or_frozen_saves_its_step(undisturbed, loss, tmp_path):
     run = tmp_path / "run"
-    status, said = lossy(run, SYNC | {"--checkpoint.interval": "100"}, [loss], STOP_S=2)
+    status, said = lossy(run, SYNC | {"--checkpoint.interval": "100"}, [loss], STOP_S=2, BEGIN_S=20)
     assert status == STOPPED and "Traceback" not in said, said[-4000:]
     assert said.splitlines()[-1].startswith("stopped at step 2, newest checkpoint 2 in ")
     assert [line["step"] for line in steps(run)] == [1, 2] and complete_steps(run / "checkpoint") == [2]
