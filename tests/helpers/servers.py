@@ -15,7 +15,7 @@ from process_group import ProcessGroup
 from tests.helpers import COMMAND, ROOT
 from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.tiny_models import with_biases
-from tests.helpers.trainer_runs import environment, processes_of
+from tests.helpers.trainer_runs import command_of, environment, processes_of
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.process.server_commands import COMMANDS
 from torchtitan.grpo.servers.plan import launches
@@ -193,12 +193,6 @@ def server_pids(folder: Path) -> list[int]:
     """Supervised servers, in no order, whose command lines name the folder; neither guards nor workers."""
     guards = [pid for pid in processes_of(folder) if "guard.py" in command_of(pid)]
     return [pid for pid in processes_of(folder) if parent_of(pid) in guards]
-
-
-def command_of(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    return ""
 
 
 def parent_of(pid: int) -> int:

@@ -183,23 +183,22 @@ def without_times(lines: list[dict]) -> list[dict]:
 
 def processes_of(folder: Path) -> list[int]:
     """Processes whose command line names the run's folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if str(folder) in line:
-                found.append(int(entry.name))
-    return found
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if pid != os.getpid() and str(folder) in command_of(pid)]
 
 
 def servers_of(folder: Path) -> list[int]:
     """Embedded servers of a run. Their guards, whose command lines hold the servers', are others."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(folder)}
+    commands = {pid: command_of(pid) for pid in processes_of(folder)}
     return [
         pid
         for pid, command in commands.items()
-        if b"torchtitan.grpo.engines.embedded" in command and b"guard.py" not in command
+        if "torchtitan.grpo.engines.embedded" in command and "guard.py" not in command
     ]
+
+
+def command_of(pid: int) -> str:
+    """Its command line; "" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""

@@ -14,9 +14,10 @@ from process_group import wait_for
 from safetensors.torch import load_file
 
 from tests.helpers.ray_nodes import RANK_CORES, SERVER, RayNodes, driver
-from tests.helpers.servers import command_of, server_pids
+from tests.helpers.servers import server_pids
 from tests.helpers.trainer_runs import (
     UNHURRIED,
+    command_of,
     embedded_url,
     processes_of,
     steps,
