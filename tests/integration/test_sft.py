@@ -29,11 +29,14 @@ FLAGS = {
 }
 
 
-def start(folder: Path, ranks: int = 1, **flags: object) -> Ranks:
+SLOW = ROOT / "tests" / "helpers" / "slow_sft.py"
+
+
+def start(folder: Path, ranks: int = 1, script: Path = ROOT / "sft_train.py", **flags: object) -> Ranks:
     given = FLAGS | {"--job.dump_folder": folder} | {f"--{name}": value for name, value in flags.items()}
     words = [word for flag in given.items() for word in flag if word is not None]
     log = folder.parent / f"{folder.name}.log"
-    return Ranks(ranks, ROOT / "sft_train.py", *words, log=log, environment=environment())
+    return Ranks(ranks, script, *words, log=log, environment=environment())
 
 
 def export(folder: Path, step: int = STEPS) -> Path:
@@ -50,11 +53,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_killed_and_a_stopped_run_end_as_the_undisturbed_one(whole, tmp_path):
     folder = tmp_path / "run"
-    run = start(folder)
+    run = start(folder, script=SLOW)
     saved = folder / "checkpoint" / f"step-{INTERVAL}"
     run.wait_until("a step after a checkpoint", lambda: saved.is_dir() and len(steps(folder)) > INTERVAL)
     run.kill()
-    run = start(folder)
+    run = start(folder, script=SLOW)
     run.wait_until("more steps", lambda: f"step {INTERVAL + 5}/" in run.log)
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == STOPPED, run.log[-4000:]
