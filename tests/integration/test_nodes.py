@@ -15,7 +15,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.ranks import Ranks, free_port
-from tests.helpers.trainer_runs import arguments, embedded_url, environment, processes_of, steps, without_times
+from tests.helpers.trainer_runs import (
+    UNHURRIED,
+    arguments,
+    embedded_url,
+    environment,
+    processes_of,
+    steps,
+    without_times,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the only rank of each node would take the first GPU")
 # Whichever of the two is under way notices it: a collective, or a stage of a save.
@@ -31,7 +39,7 @@ FLAGS: dict[str, str | None] = {
     "--checkpoint.export_dtype": "none",
     "--checkpoint.resume": "auto",
     "--validation.no-enable": None,
-}
+} | UNHURRIED  # a node is lost between two steps, and not after the last one
 
 
 class Node:
