@@ -330,17 +330,20 @@ def test_a_cancelled_request_ends_at_the_server(served: Served):
 
     async def run() -> tuple[float, float]:
         client, clock = served.server().client, asyncio.get_running_loop().time
-        started = clock()
-        await client.generate(PROMPT, dataclasses.replace(many, max_tokens=100), "whole")
-        whole_s = clock() - started
+
+        async def seconds(name: str) -> float:
+            started = clock()
+            await client.generate(PROMPT, dataclasses.replace(many, max_tokens=100), name)
+            return clock() - started
+
+        whole_s = await seconds("whole")
         cancelled = asyncio.create_task(client.generate(PROMPT, many, "cancelled"))
         await asyncio.sleep(whole_s / 4)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
         await asyncio.sleep(0.5)
-        started = clock()
-        await client.generate(PROMPT, dataclasses.replace(many, max_tokens=100), "next")
-        next_s = clock() - started
+        next_s = await seconds("next")
+        whole_s = max(whole_s, await seconds("after"))  # a machine that is idle at first may be busy since
         await client.close()
         return whole_s, next_s
 
