@@ -334,9 +334,12 @@ def test_an_error_elsewhere_leaves_time_for_the_checkpoint_being_written_and_a_s
     trainer = TinyTrainer(tmp_path, async_mode="async")
     with slow_disk() as may_write:
         trainer.checkpointer.save(1)
-        threading.Timer(0.1, may_write.set).start()
+        written = threading.Timer(0.1 if saved else 5.0, may_write.set)
+        written.start()
         trainer.checkpointer.close(error, error(), None)
         assert complete_steps(trainer.checkpointer.folder) == saved
+        written.cancel()
+        may_write.set()
 
 
 def test_a_run_goes_on_after_a_failed_save_and_the_last_one_must_succeed(tmp_path):
