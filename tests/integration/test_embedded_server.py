@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ def test_pause_keep_freezes_running_and_queued_requests(server: RunningServer, r
 
     async def scenario() -> list[Completion]:
         async with Client(server.url) as client:
-            params = SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)
+            params = SamplingParams(1, 0.7, LONG, seed=1, ignore_eos=True)
             running = await started(client, [3, 4], params)
             assert not running.done()
             await asyncio.to_thread(control.pause)
@@ -244,7 +245,7 @@ def test_pause_keep_freezes_running_and_queued_requests(server: RunningServer, r
     running, queued = run(scenario())
     assert_logprobs(reference, [3, 4], running, 0.7)
     assert_logprobs(reference, [5], queued, 0.7)
-    (undisturbed,) = run(generate(server.url, [3, 4], SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)))
+    (undisturbed,) = run(generate(server.url, [3, 4], SamplingParams(1, 0.7, LONG, seed=1, ignore_eos=True)))
     assert undisturbed.token_ids == running.token_ids
 
 
@@ -273,6 +274,8 @@ def test_a_lost_client_frees_its_place(model_dir: Path) -> None:
     generator = Generator(
         load_model(model_dir, torch.device("cpu"), torch.float32), max_sequences=1, max_model_len=1024
     )
+    steps, step = [], generator.step
+    generator.step = lambda **how: steps.append(1) or step(**how)  # type: ignore[method-assign]
 
     async def scenario() -> None:
         # Served within this process, so that the batch can be looked at.
@@ -295,10 +298,8 @@ def test_a_lost_client_frees_its_place(model_dir: Path) -> None:
         await runner.cleanup()
         assert not app.worker.is_alive()
 
-    begin = time.monotonic()
     run(scenario())
-    # Three answers of 1000 tokens, one after the other, would have taken several seconds.
-    assert time.monotonic() - begin < 3.0
+    assert len(steps) < 2000, "three answers of 1000 tokens, one after the other, take 3000"
 
 
 def test_killed_server_is_an_error_with_its_address(model_dir: Path, tmp_path: Path) -> None:
@@ -370,8 +371,9 @@ os.kill(os.getpid(), 9)
 
 
 def _alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def test_api_key(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +469,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
 
         async def scenario() -> tuple[Completion, list[int]]:
             async with Client(url) as client:
-                params = SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)
+                params = SamplingParams(1, 0.7, LONG, seed=1, ignore_eos=True)
                 task = await started(client, [3, 4], params)
                 acknowledgement = await asyncio.to_thread(publish)
                 return (await task)[0], acknowledgement
@@ -477,8 +479,8 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
         assert acknowledgement == [1, 12, len(tensors), payload_bytes, trainer.combined]
         assert control.weight_version() == version_name(12)
         cut = completion.versions.index(12)
-        assert 0 < cut < 300
-        assert completion.versions == [-1] * cut + [12] * (300 - cut)
+        assert 0 < cut < LONG
+        assert completion.versions == [-1] * cut + [12] * (LONG - cut)
         before = Completion(completion.token_ids[:cut], completion.logprobs[:cut], "length", [])
         assert_logprobs(reference, [3, 4], before, 0.7)
         assert_logprobs(other, [3, 4], completion, 0.7, start=cut)
