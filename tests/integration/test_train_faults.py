@@ -198,7 +198,7 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_pat
     assert f"after step {done}, newest checkpoint {done} in " in said
     (error,) = {line for line in said.splitlines() if line.startswith("error: ")}  # each rank says it
     assert re.match(
-        r'error: no group has got a reward for \d s in all, .*_seconds = 6: "judges:judge" failed on \d+, ', error
+        r'error: no group has got a reward for \d+ s in all, .*_seconds = 6: "judges:judge" failed on \d+, ', error
     )
     assert re.search(
         r"No group gets a reward. Others are asked in 1 s, .* after 6 s of this: .judges:judge. failed", said
