@@ -578,6 +578,7 @@ def test_a_server_that_was_killed_is_started_again_and_catches_up(served: Served
 
     with Trainer(served, background=True) as trainer:
         answers = asyncio.run(scenario())
+        trainer.sync.drain()  # the server is in traffic before its push has ended
         reports = trainer.sync.finished()
     assert [report.version for report in reports if report.servers] == [1, 2, 3]
     for version, (name, answer) in enumerate(zip("ABA", answers, strict=True), 1):
