@@ -88,6 +88,10 @@ class Worker:
             self.scored += scores
         return "waited"
 
+    def waits_for(self, path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.02)
+
     def servers_told(self) -> list[Any]:
         return self.told
 
@@ -142,7 +146,7 @@ def train(folder: Path, beat_s: float) -> None:
     """A trainer. It has three rollout processes: one waits, one works, and one holds its interpreter."""
     rollout_process.start = fork  # type: ignore[assignment]
     rollout_service.HELD_S = 2.0
-    set_up(beat_s, close_s=0.5)
+    set_up(beat_s, close_s=1.5)
     processes = [RolloutProcess(lambda *_: None, lambda *_: None, 20.0) for _ in range(3)]
     for process in processes:
         process.call("prepare", 0)

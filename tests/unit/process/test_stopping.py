@@ -76,7 +76,7 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored():
 ASKED = """
 import time
 from torchtitan.grpo.process import stopping
-stopping.ECHO_S = 0.3
+stopping.ECHO_S = 1.0
 def ask(number):
     print("asked", number, flush=True)
     return {saves}
@@ -109,13 +109,13 @@ def test_who_has_nothing_to_save_is_interrupted_at_once():
 
 
 def test_who_saves_is_interrupted_when_that_takes_too_long():
-    status, seconds = asked_to_stop(saves=True, grace_s=2.5)
-    assert status == 130 and seconds >= 2.0
+    status, seconds = asked_to_stop(saves=True, grace_s=5.0)
+    assert status == 130 and seconds >= 4.0
 
 
 def test_an_echo_of_the_first_signal_does_not_interrupt_but_a_second_one_does():
-    status, seconds = asked_to_stop(saves=True, waits_after_s=(0.05, 0.05, 0.6))
-    assert status == 130 and 0.7 <= seconds < 10
+    status, seconds = asked_to_stop(saves=True, waits_after_s=(0.05, 0.05, 1.2))
+    assert status == 130 and 1.3 <= seconds < 10
 
 
 @pytest.mark.parametrize("closes_in_s", [0, 60])
@@ -163,17 +163,19 @@ def test_a_process_whose_launcher_died_while_it_was_imported_ends():
 
 def test_a_process_that_closes_after_an_error_still_says_which():
     closes = "from torchtitan.grpo.process.stopping import end_within\nend_within(60)\nprint('waits', flush=True)\n"
-    process = start(f"\nimport time\n{closes}time.sleep({GRACE_S / 2})\nprint('error', flush=True)")
+    process = start(f"\nimport time\n{closes}time.sleep({GRACE_S / 2})\nprint('error', flush=True)", grace_s=20)
     assert process.stdout.readline() == "waits\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[0] == "error\n"
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(("body", "closed"), [(CLOSES_IN_TIME, "closed\n"), (WAITS_IN_C, "")])
-def test_a_thread_ends_the_process_with_a_status_of_its_own(body, closed):
+@pytest.mark.parametrize(
+    ("body", "closed", "grace_s"), [(CLOSES_IN_TIME, "closed\n", 2 * GRACE_S), (WAITS_IN_C, "", GRACE_S / 2)]
+)
+def test_a_thread_ends_the_process_with_a_status_of_its_own(body, closed, grace_s):
     ends = "import threading\nfrom torchtitan.grpo.process.stopping import stop\n"
-    process = start(f"\n{ends}threading.Timer(0.5, stop, (75, {GRACE_S / 2})).start()\n{body}")
+    process = start(f"\n{ends}threading.Timer(0.5, stop, (75, {grace_s})).start()\n{body}")
     printed, _ = process.communicate(timeout=30)
     assert (process.returncode, printed) == (75, f"waits\n{closed}")
 

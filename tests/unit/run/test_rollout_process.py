@@ -124,11 +124,12 @@ def test_an_error_is_raised_as_what_it_was_there(process):
     assert process.call("echo", 1)[0] == [1], "it goes on"
 
 
-def test_what_it_does_is_described_while_it_does_it(process):
-    thread = threading.Thread(target=process.call, args=("waits", 0, [0.5]))
+def test_what_it_does_is_described_while_it_does_it(process, tmp_path):
+    thread = threading.Thread(target=process.call, args=("waits_for", 0, [str(tmp_path / "described")]))
     thread.start()
-    assert not wait_for(lambda: ", in waits\n" in process.describe(), 5)
+    assert not wait_for(lambda: ", in waits_for\n" in process.describe(), 5)
     said = process.describe()
+    (tmp_path / "described").touch()
     assert said.startswith("2 requests wait\nin the rollout process:\nThread ") and "Thread MainThread:" in said
     thread.join(5)
     process.call("describes_wrongly", 0)
@@ -137,13 +138,13 @@ def test_what_it_does_is_described_while_it_does_it(process):
 
 
 def test_a_call_without_progress_ends_the_process_and_says_where_it_was(heard):
-    process = RolloutProcess(heard.on_event, heard.on_end, 0.4)
+    process = RolloutProcess(heard.on_event, heard.on_end, 1.0)
     process.call("prepare", 0)
-    assert process.call("waits", 0, [1.0, True])[0] == "waited", "answers are scored meanwhile"
+    assert process.call("waits", 0, [1.6, True])[0] == "waited", "answers are scored meanwhile"
     with pytest.raises(TimeoutError) as raised:
         process.call("waits", 0, [60])
     said = str(raised.value)
-    assert "has scored no answer for 0.4 s in 'waits': 2 requests wait" in said and ", in waits\n" in said
+    assert "has scored no answer for 1 s in 'waits': 2 requests wait" in said and ", in waits\n" in said
     assert not wait_for(lambda: heard.ends, 5)
     assert heard.ends == [process.lost] and process.lost.endswith("was ended, because it did not get on in 'waits'")
     with pytest.raises(TimeoutError, match="has not answered 'describe' in 0 s"):
@@ -235,7 +236,9 @@ def test_a_call_that_does_not_end_when_the_run_stops_ends_the_process(process, m
     monkeypatch.setattr(rollout_process, "STOP_S", 0.5)
     assert process.call("waits", 0, [1.0])[0] == "waited"
     process.stop()
+    monkeypatch.setattr(rollout_process, "STOP_S", 10.0)  # the process may stand still for a while
     assert process.call("waits", 0, [0.1])[0] == "waited"
+    monkeypatch.setattr(rollout_process, "STOP_S", 0.5)
     with pytest.raises(ProcessLost, match="was ended, because it did not stop in 'waits'"):
         process.call("waits", 0, [60])
 
