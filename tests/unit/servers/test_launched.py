@@ -103,11 +103,11 @@ def test_what_another_launcher_says_is_not_heard_and_its_files_stay(servers, tmp
 
 def test_a_server_that_does_not_come_up_is_named(tmp_path):
     notices = Notices(tmp_path, "mine")
-    with LaunchedServers(tmp_path, "mine", 0.3) as servers:
+    with LaunchedServers(tmp_path, "mine", 1.0) as servers:
         servers.start()
         assert notices.is_wanted()
         notices.write([replace(FIRST, healthy=True), SECOND])
-        with pytest.raises(UserError, match=r"^server 1 \(http://b:1\) did not serve within 0.3 s \(\[rollout\] start"):
+        with pytest.raises(UserError, match=r"^server 1 \(http://b:1\) did not serve within 1 s \(\[rollout\] start"):
             servers.wait_healthy()
         notices.write([FIRST, replace(SECOND, given_up="server 1 ended; its log ends with: no memory")])
         with pytest.raises(UserError, match="ends with: no memory"):
