@@ -32,12 +32,20 @@ def test_a_second_run_is_refused_and_the_first_one_named(tmp_path):
 
 
 def test_a_run_waits_for_the_one_before_it(tmp_path, caplog):
+    ended = []
+
+    def end() -> None:
+        deadline = time.monotonic() + 10
+        while "waiting" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended.append(True)
+        held.close()
+
     with ExitStack() as held:
         held.enter_context(only_run_in(tmp_path))
-        ending = threading.Timer(0.25, held.close)
-        ending.start()
+        threading.Thread(target=end).start()
         with only_run_in(tmp_path, wait_s=30):
-            assert not ending.is_alive() or ending.finished.is_set()
+            assert ended
     assert caplog.text.count("waiting up to 30 s for its end") == 1
 
 

@@ -340,13 +340,16 @@ def test_no_step_begins_before_each_server_is_left_alone_and_asleep(case):
         states[second.url] = replace(states[second.url], healthy=False, down=case == "down")
 
     def later() -> None:
-        assert fleet.resting
+        deadline = time.monotonic() + 10
+        while not fleet.resting:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         states[second.url] = replace(states[second.url], healthy=True)
         second.at_rest = True
 
+    began = time.monotonic()
     if case not in ("always busy", "down"):
         threading.Timer(0.3, own.stop if case == "stopped" else later).start()
-    began = time.monotonic()
     with pytest.raises(StopRequested) if case == "stopped" else nullcontext():
         own.sleep()
     waited_s = time.monotonic() - began
