@@ -16,7 +16,8 @@ from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint.episodes import Episodes, rollout
 from torchtitan.grpo.errors import UserError
 
-LEASE_S = 1.0
+LEASE_S = 20.0
+"""Longer than anything here takes."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def server() -> Iterator[ServerThread]:
 @pytest.fixture
 def run(server) -> Iterator[Run]:
     run = Run(chat_tokenizer(), [server.url])
-    run.endpoint.episodes = Episodes(run.endpoint, LEASE_S, 5.0, {"": Data()})
+    run.endpoint.episodes = Episodes(run.endpoint, LEASE_S, 20.0, {"": Data()})
     columns = {Data().prompt_column: "1+1=", "place": 3}
     run.prompt = Prompt(3, run.prompt.token_ids, run.prompt.text, "2", columns)
     yield run
@@ -108,6 +109,8 @@ def test_episodes_are_played_and_rewarded(run) -> None:
 
 
 def test_an_episode_of_a_dead_harness_is_handed_out_again(run) -> None:
+    run.endpoint.episodes = Episodes(run.endpoint, 2.0, 20.0, {"": Data()})
+
     async def play(harness):
         lost = await harness.take()
         await harness.ask(lost)
@@ -127,6 +130,8 @@ def test_an_episode_of_a_dead_harness_is_handed_out_again(run) -> None:
 
 
 def test_an_episode_that_every_harness_loses_has_failed(run) -> None:
+    run.endpoint.episodes = Episodes(run.endpoint, 0.5, 20.0, {"": Data()})
+
     async def play(harness):
         for _ in range(3):
             await harness.take()
@@ -147,14 +152,14 @@ def test_without_a_harness_the_wait_is_bounded(run) -> None:
 
 
 def test_a_harness_is_there_while_it_works_on_an_episode(run) -> None:
-    run.endpoint.episodes = Episodes(run.endpoint, 20.0, 0.3, {"": Data()})
+    run.endpoint.episodes = Episodes(run.endpoint, LEASE_S, 1.5, {"": Data()})
 
     async def play(harness):
         for turn in range(2):
             episode = await harness.take()
             if turn == 0:
                 await harness.ask(episode)
-                await asyncio.sleep(1.0)  # a tool that takes longer than a harness may be away
+                await asyncio.sleep(2.0)  # a tool that takes longer than a harness may be away
             assert await harness.end(episode, reward=1.0) == 204
 
     samples, _ = collect(run, play)
