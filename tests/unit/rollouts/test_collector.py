@@ -1073,8 +1073,8 @@ def test_close_ends_a_wait_for_a_server(make_collector, in_thread) -> None:
 def test_a_run_that_stops_gives_a_collection_up_after_a_while(make_collector, in_thread) -> None:
     collector = make_collector(admitted=False)
     future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
-    collector.give_up_after(0.3)
     begin = time.monotonic()
+    collector.give_up_after(0.3)
     with pytest.raises(StopRequested):
         future.result(10)
     assert time.monotonic() - begin >= 0.2
@@ -1102,12 +1102,14 @@ def test_the_first_server_with_new_weights_gets_its_share_only(make_collector, n
     collector = make_collector([servers[0].url, servers[1].url])
     first, second = collector.fleet.servers
     first.control.pause()  # nothing ends there before the other has the weights, too
-    future = in_thread(collector.collect, prompts_of(8), PARAMS, "a", VERSION + 1)
-    time.sleep(0.1)
-    collector.fleet.admit(first, VERSION + 1)
-    time.sleep(0.1)
-    collector.fleet.admit(second, VERSION + 1)
-    wait_until(lambda: second.client.finished >= 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchtitan.grpo.rollouts.router.HOLD_S", 20.0)
+        future = in_thread(collector.collect, prompts_of(8), PARAMS, "a", VERSION + 1)
+        time.sleep(0.1)
+        collector.fleet.admit(first, VERSION + 1)
+        time.sleep(0.1)
+        collector.fleet.admit(second, VERSION + 1)
+        wait_until(lambda: second.client.finished >= 4)
     first.control.resume()
     assert len(future.result(10)) == 8
     assert (first.client.started, second.client.started) == (4, 4)

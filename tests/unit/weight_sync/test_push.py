@@ -217,16 +217,16 @@ def test_a_single_server_is_never_dropped():
 
 
 def test_the_wait_starts_again_when_the_ready_server_has_left():
-    push = Push(7, 4, 1, ["ready", "late", "later"], 0.8, lambda server, why: dropped.append(server))
+    push = Push(7, 4, 1, ["ready", "late", "later"], 2.0, lambda server, why: dropped.append(server))
     dropped: list[str] = []
     push.offer(content(7, 0), None)
     push.seat("ready", 5, nothing).release(1)
     waiting = threading.Thread(target=push.wait_for_buffer, args=(1,), daemon=True)
     waiting.start()
-    time.sleep(0.5)
+    time.sleep(1.2)
     push.ended("ready", None)
-    time.sleep(0.5)
-    push.seat("late", 5, nothing).release(1)  # 1 s after "ready" was, but "later" has kept nobody waiting yet
+    time.sleep(1.2)
+    push.seat("late", 5, nothing).release(1)  # 2.4 s after "ready" was, but "later" has kept nobody waiting yet
     time.sleep(0.3)
     assert dropped == []
     push.seat("later", 5, nothing).release(1)
