@@ -166,7 +166,7 @@ def table(answers, prompt):
     return Table(len(answers))
 
 async def sizes_awaited(answers, prompt):
-    await asyncio.sleep(0.7 if "slow" in answers else 0)
+    await asyncio.sleep(1.5 if "slow" in answers else 0)
     return [len(answers) for _ in answers]
 
 def one_argument(text):
@@ -462,7 +462,7 @@ def test_weights_names_and_whole_text_for_own_functions(functions):
 
 @pytest.mark.parametrize("functions", [["exact_match"], []], ids=["", "an environment's rewards"])
 def test_a_final_answer_that_takes_too_long_to_find_costs_its_own_vote_only(functions):
-    reward = Reward(functions=functions, answer_pattern=r"= *((?:\d|\d\d)+)$", workers=1, timeout_seconds=0.3)
+    reward = Reward(functions=functions, answer_pattern=r"= *((?:\d|\d\d)+)$", workers=1, timeout_seconds=1.5)
     group = make_samples("1+1= 2", "=" + "1" * 80 + "!", "none", "unscored = 2", "=2")
     for sample, value in zip(group, (1.0, 1.0, 0.0, None, 1.0), strict=True):
         sample.reward = value
@@ -615,8 +615,8 @@ def test_a_coroutine_that_blocks_or_ends_the_process_costs_no_other_score(functi
 def test_a_function_may_score_a_groups_answers_at_once(functions):
     names = [f"{functions}:sizes", "exact_match", f"{functions}:sizes_awaited"]
     samples = make_samples("a", "b", "42") + make_samples("c", "skip", "slow", "d", "silent")
-    with RewardRunner(Reward(functions=names, weights=[1.0, 100.0, 10.0], workers=2, timeout_seconds=0.2)) as runner:
-        runner.score(samples)  # the slow group has 5 times 0.2 s
+    with RewardRunner(Reward(functions=names, weights=[1.0, 100.0, 10.0], workers=2, timeout_seconds=1.0)) as runner:
+        runner.score(samples)  # the slow group has 5 times 1 s
     assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, None]
     assert "returned None: return one finite number on every path" in samples[4].reward_failures[names[0]]
 

@@ -16,7 +16,7 @@ SHORT = ("--data.max_prompt_tokens", "64", "--rollout.max_answer_tokens", "64")
 class Head:
     """The watch of a node's first rank, in a thread with a connection of its own."""
 
-    def __init__(self, port: int, rank: int, silence_s: float = 1.0) -> None:
+    def __init__(self, port: int, rank: int, silence_s: float = 2.0) -> None:
         self.closed, self.said = threading.Event(), "still watches"
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
 
@@ -37,11 +37,11 @@ def within(limit_s: float, ready: Callable[[], bool]) -> bool:
 def test_a_silent_node_is_named_on_all_others():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     heads = [Head(store.port, rank) for rank in (0, 4, 8)]
-    assert not within(1.5, lambda: any(head.said != "still watches" for head in heads)), "all of them live"
+    assert not within(2.5, lambda: any(head.said != "still watches" for head in heads)), "all of them live"
     heads[1].closed.set()
-    assert within(5, lambda: all(head.said != "still watches" for head in heads))
+    assert within(10, lambda: all(head.said != "still watches" for head in heads))
     assert heads[1].said == "", "it was closed"
-    assert {heads[0].said, heads[2].said} == {"the node of rank 4 has not been heard of for 1 s"}
+    assert {heads[0].said, heads[2].said} == {"the node of rank 4 has not been heard of for 2 s"}
 
 
 def test_without_the_store_every_node_ends_after_a_while_unless_it_was_closed():

@@ -111,7 +111,7 @@ def test_a_reader_that_is_killed_is_noticed_at_once_and_keeps_nothing(meet):
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="the other end has closed the connection"):
         finish(group, work)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10, "`finish` waits for 20 s"
     group.abort()
     del group, work, rendezvous
     deadline = time.monotonic() + 5
