@@ -49,8 +49,8 @@ def sending(snapshots: Snapshots, seconds: float = 60.0) -> Iterator[None]:
 
 def test_a_push_may_take_longer_than_one_of_its_phases():
     sync, snapshots = one_snapshot(timeout_s=0.2)
+    began = time.monotonic()
     with sending(snapshots, seconds=0.4):
-        began = time.monotonic()
         sync.publish(2)
         assert time.monotonic() - began > 0.3 and snapshots.newest == 2
 

@@ -228,6 +228,9 @@ def test_versions_taken_while_the_ranks_agree_are_kept_until_they_have():
 
     def agree(newest: int) -> int:
         trainer.start()
+        deadline = time.monotonic() + 5
+        while not taken and time.monotonic() < deadline:
+            time.sleep(0.002)
         time.sleep(0.1)
         assert taken == [2], "version 3 must overwrite neither 1 nor 2 while either may be what the others have"
         return 2
@@ -292,8 +295,8 @@ def test_one_buffer_waits_for_its_reader_and_says_so():
     held = threading.Event()
     with running(read):
         held.wait(5)
-        threading.Timer(0.2, release.set).start()
         started = time.monotonic()
+        threading.Timer(0.2, release.set).start()
         snapshots.take(2, 5.0)
         assert time.monotonic() - started > 0.15
     assert snapshots.newest == 2
@@ -301,12 +304,13 @@ def test_one_buffer_waits_for_its_reader_and_says_so():
 
 def test_one_buffer_that_is_being_written_is_waited_for():
     model, snapshots = small_snapshots(1)
-    slow_copies(snapshots, lambda: 0.2)
     fill(model, 1)
     snapshots.take(1)
+    begun = threading.Event()
+    slow_copies(snapshots, lambda: begun.set() or 0.2)
     fill(model, 2)
     with running(lambda: snapshots.take(2)):
-        time.sleep(0.1)
+        assert begun.wait(5)
         with snapshots.hold(same, 5.0, nothing) as buffer:
             assert (buffer.version, buffer.flat.unique().tolist()) == (2, [2.0])
 
