@@ -970,5 +970,8 @@ def test_a_wrong_server_is_named_before_it_gets_anything(
     monkeypatch.setenv("SERVER_KEY", "wrong")
     serve, row = SERVERS[name]
     row.spoil(folder)
+    flags = {"--reward.workers": "1"} | row.flags
+    if not any("not healthy" in words for words in row.words):  # it has time to say that it is
+        flags["--rollout.start_timeout_seconds"] = "10"
     with serve() as url:
-        refused(VLLM | {"--rollout.urls": url, "--reward.workers": "1"} | row.flags, (url, *row.words), capsys)
+        refused(VLLM | {"--rollout.urls": url} | flags, (url, *row.words), capsys)

@@ -89,7 +89,7 @@ GIVE_NO_SCORE = {
     "dictionary": "returned {{'score': 1.0}}: return one finite number",
     "not_awaited": "returned a coroutine that was not awaited: write it as `async def`",
     "awaited_none": "returned None: return one finite number on every path",
-    "hangs": "took longer than [reward] timeout_seconds = 0.3",
+    "hangs": "took longer than [reward] timeout_seconds = 1.0",
     "exits": "ended its process with exit code 7",
     "one_for_all": "returned 1.0: its first parameter is named `answers`, so return a list of 3 numbers",
     "too_few": "returned 1 scores for 3 answers: its first parameter is named `answers`",
@@ -113,7 +113,7 @@ def file(tmp_path_factory):
 def problems(file) -> list[str]:
     """Of all functions at once, as a run says them."""
     functions = [f"tried_rewards:{name}" for name in [*GIVE_NO_SCORE, *GIVE_SOME]]
-    reward = Reward(functions=functions, workers=1, timeout_seconds=0.3)
+    reward = Reward(functions=functions, workers=1, timeout_seconds=1.0)
     with RewardRunner(reward) as runner, pytest.raises(UserError) as caught:
         runner.check(PROMPTS)
     return str(caught.value).splitlines()

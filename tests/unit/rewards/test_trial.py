@@ -1,5 +1,6 @@
 """A right, a wrong and an empty answer: what is tried, and what is said of it."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from torchtitan.grpo.rewards.trial import trial_lines
 FIRST = Prompt(0, [1], "2+1=", "3", {"answer": "Add. #### 3"})
 OTHER = Prompt(1, [1], "2+2=", "4", {"answer": "Add. #### 4"})
 
+START_S = 1.5
 
 FUNCTIONS = """
 import time
@@ -30,9 +32,11 @@ def of_group(answers, prompt):
 
 @pytest.fixture(scope="module", autouse=True)
 def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Functions in a module that imports at once."""
+    """Functions in a module that imports at once, and in one that a worker imports for longer than it scores."""
     folder = tmp_path_factory.mktemp("functions")
     (folder / "trial_functions.py").write_text(FUNCTIONS)
+    slow_import = f"import sys\nif 'pytest' not in sys.modules:\n    time.sleep({START_S})\n"
+    (folder / "late_functions.py").write_text(FUNCTIONS + slow_import)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield
@@ -57,7 +61,8 @@ def test_the_column_is_tried_where_the_pattern_needs_what_is_around_the_answer()
     ]
     unknown = "I do not know."
     alike = [replace(each, answer=unknown, columns={"answer": unknown}) for each in (FIRST, OTHER)]
-    assert said(alike, "--reward.functions", "exact_match")[1:] == [
+    tried = said(alike, "--reward.functions", "exact_match")[1:]
+    assert [re.sub(r"0\.\d{3} s", "0.000 s", line) for line in tried] == [
         "       1 in 0.000 s  the row's own answer, 'I do not know.': exact_match 1",
         "       0 in 0.000 s  a wrong answer, 'I do not know.I do not know.': exact_match 0",
         "       0 in 0.000 s  an empty answer, '': exact_match 0",
@@ -67,10 +72,10 @@ def test_the_column_is_tried_where_the_pattern_needs_what_is_around_the_answer()
 
 
 def test_each_answer_has_its_seconds_and_failures_are_named():
-    lines = said([FIRST, replace(OTHER, answer="3")], "--reward.functions", "trial_functions:slow")
-    assert lines[3].endswith("a wrong answer, 'I do not know.': trial_functions:slow 0.5")
-    assert lines[4].startswith("    none in 0.0") and "slow raised ValueError: no answer" in lines[4]
-    assert all(0.05 <= float(line.split()[2]) < 0.5 for line in lines[1:5]), "without the start of the worker"
+    lines = said([FIRST, replace(OTHER, answer="3")], "--reward.functions", "late_functions:slow")
+    assert lines[3].endswith("a wrong answer, 'I do not know.': late_functions:slow 0.5")
+    assert lines[4].startswith("    none in ") and "slow raised ValueError: no answer" in lines[4]
+    assert all(0.05 <= float(line.split()[2]) < START_S for line in lines[1:5]), "without the start of the worker"
     assert lines[5] == "  an answer on which a function fails is left out: return 0 for a wrong one"
 
 
