@@ -61,7 +61,7 @@ def main(how: str) -> None:
                 if how == "frozen":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if how == "gone":
-                    time.sleep(6 * BEAT_S)  # the other rank reads what this one wrote up to two beats ago
+                    time.sleep(15 * BEAT_S)  # the other rank reads what this one wrote up to two beats ago
                     os._exit(9)
                 for groups in range(1, 26):  # noqa: B007  `progress` reads it
                     time.sleep(LIMIT_S / 20)

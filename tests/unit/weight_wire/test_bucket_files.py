@@ -157,11 +157,12 @@ def test_a_folder_of_its_own_is_removed(bucket):
 @pytest.mark.parametrize("given", [True, False])
 def test_a_folder_without_room_for_two_versions_is_refused_at_the_start(given, tmp_path):
     (bucket,) = plan_buckets([TensorSpec("a", torch.float32, (1 << 45,))], limit_bytes=1)
-    before = set(MEMORY.glob(f"{FOLDER_PREFIX}*"))
+    own = f"{FOLDER_PREFIX}{own_run()}-*"  # other processes make folders meanwhile
+    before = set(MEMORY.glob(own))
     needed = re.escape(f"needs {2 * bucket.wire_bytes:,} bytes in {tmp_path if given else ''}")
     with pytest.raises(UserError, match=needed + r".* and [\d,]+ are free: set \[weight_sync\] disk_folder"):
         DiskCopy(str(tmp_path) if given else "", [bucket])
-    assert set(MEMORY.glob(f"{FOLDER_PREFIX}*")) <= before and not list(tmp_path.iterdir()), "it is removed"
+    assert set(MEMORY.glob(own)) <= before and not list(tmp_path.iterdir()), "it is removed"
 
 
 def test_a_folder_that_is_full_later_is_named(bucket, tmp_path):
