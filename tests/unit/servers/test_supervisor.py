@@ -21,7 +21,7 @@ from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers import kept_server, restarts
 from torchtitan.grpo.servers.kept_server import Launch, with_temporary_folder
-from torchtitan.grpo.servers.ports import PORTS
+from torchtitan.grpo.servers.ports import PORTS, ReservedPort
 from torchtitan.grpo.servers.supervisor import Supervisor
 from torchtitan.grpo.weight_wire.version_names import FOLDER_PREFIX, MEMORY, own_run
 
@@ -327,7 +327,12 @@ def test_a_server_that_hangs_is_started_again(supervise, tmp_path, monkeypatch):
 
 def test_a_taken_port_is_not_given_to_a_server(supervise):
     with socket.socket() as taken:
-        port = next(port for port in PORTS if _binds(taken, port))
+        reserved = ReservedPort("127.0.0.1")  # a port where another run's server will listen is not to be taken
+        port = reserved.port
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        reserved.close()
         first, second = supervise("plain"), supervise("plain")
         assert len({*first.urls, *second.urls, f"http://127.0.0.1:{port}"}) == 3
         first.wait_healthy()
@@ -355,14 +360,6 @@ def test_a_server_moves_if_its_port_is_taken_and_the_list_follows(supervise, tmp
         keeps.wait_healthy()
         assert urls.read_text() == f"{keeps.urls[0]}\n"
         assert keeps.may_return(before[0], time.monotonic() + 60), "the fleet may not have read its new address yet"
-
-
-def _binds(listener: socket.socket, port: int) -> bool:
-    try:
-        listener.bind(("127.0.0.1", port))
-    except OSError:
-        return False
-    return True
 
 
 def test_ports_are_outside_those_of_connections():
