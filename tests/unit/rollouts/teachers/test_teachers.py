@@ -171,7 +171,7 @@ def test_groups_that_a_run_before_scored_otherwise_are_not_used():
 
 
 def test_a_teacher_that_comes_back_in_time_is_asked_again():
-    server = ServerThread(0)
+    server = ServerThread(0, free_port())  # which no outgoing connection gets while it is away
     teachers, group = Teachers({"": [scorer(server.url)]}, 20.0), group_of()
     server.kill()
 
