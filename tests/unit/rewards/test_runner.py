@@ -863,7 +863,7 @@ def test_512_matches_are_fast(name, workers):
             runner.score(samples)
             times.append(time.monotonic() - start)
     assert sum(sample.reward for sample in samples) == 256
-    assert min(times) < 0.2, times
+    assert min(times) < 0.5, times
 
 
 def test_without_functions_an_answer_has_no_reward_and_no_process_starts():
