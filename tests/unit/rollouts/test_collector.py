@@ -261,13 +261,27 @@ def test_collections_that_are_asked_together_keep_the_limit_of_requests(make_col
     assert [server.client.most_in_flight for server in collector.fleet.servers] == [3, 3]
 
 
-def test_what_comes_first_does_not_wait_behind_others(make_collector, servers, in_thread) -> None:
-    collector = make_collector([servers[0].url], max_concurrent_requests=1)
-    (client,) = (server.client for server in collector.fleet.servers)
+def collect_behind_others(collector: Collector, in_thread: Callable, count: int, waiting: int = 29) -> CountingClient:
+    """30 groups ask the one server, and so many requests wait. Then groups come that are first, `count` of them.
+
+    Returns:
+        The server's client, when all have been answered.
+    """
+    (server,) = collector.fleet.servers
+    server.control.pause()
     others = in_thread(collector.collect, prompts_of(30), PARAMS, "others")
-    wait_until(lambda: collector.router.waiting > 20)
-    collector.collect(prompts_of(2), replace(PARAMS, first=True), "first")
-    others.result()
+    wait_until(lambda: (server.in_flight, collector.router.waiting) == (1, waiting))
+    first = in_thread(collector.collect, prompts_of(count), replace(PARAMS, first=True), "first")
+    wait_until(lambda: collector.router.waiting == waiting + 1)  # for a place; then they ask
+    server.control.resume()
+    for future in (first, others):
+        future.result(30)
+    return server.client
+
+
+def test_what_comes_first_does_not_wait_behind_others(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    client = collect_behind_others(collector, in_thread, 2)
     order = [request_id.partition("-")[0] for request_id, _ in client.asked]
     assert order.count("first") == 2 and order.index("first") < 15
 
@@ -559,18 +573,14 @@ def test_later_turns_go_before_groups_that_have_not_begun(make_collector) -> Non
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_what_comes_first_does_not_delay_turns_under_way(make_collector, servers, in_thread, per_sample) -> None:
+def test_what_comes_first_does_not_delay_turns_under_way(make_collector, new_server, in_thread, per_sample) -> None:
     async def two_turns(client: RolloutClient, prompt: Prompt) -> list[Sample]:
         await client.generate(prompt.token_ids)
         return await single_turn(client, prompt)
 
     two_turns.per_sample = per_sample
-    collector = make_collector([servers[0].url], max_concurrent_requests=1, environment=two_turns)
-    (client,) = (server.client for server in collector.fleet.servers)
-    others = in_thread(collector.collect, prompts_of(30), PARAMS, "others")
-    wait_until(lambda: collector.router.waiting > 20)
-    collector.collect(prompts_of(8), replace(PARAMS, first=True), "first")
-    others.result()
+    collector = make_collector([new_server().url], max_concurrent_requests=1, environment=two_turns)
+    client = collect_behind_others(collector, in_thread, 8, waiting=30 * (PARAMS.n if per_sample else 1) - 1)
     asked = [request_id for request_id, _ in client.asked]
     first = [number for number, name in enumerate(asked) if name.startswith("first")]
     between = [name for name in asked[first[0] : first[-1]] if name.startswith("others")]
