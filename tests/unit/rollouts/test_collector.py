@@ -1005,7 +1005,7 @@ def test_a_request_that_waits_holds_no_slot(make_collector, new_server, in_threa
     collector.fleet.admit(server, VERSION + 1)
     server.control.pause()
     needy = in_thread(collector.collect, prompts_of(3), PARAMS, "a", VERSION + 1)
-    wait_until(lambda: server.in_flight == 1)
+    wait_until(lambda: server.client.started == 1)
     server.version = VERSION  # as if a restarted server had come back with older weights
     server.control.resume()
     wait_until(lambda: server.client.finished == 1)

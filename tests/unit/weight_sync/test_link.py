@@ -93,7 +93,7 @@ def test_connections_leave_no_threads_and_no_descriptors(link: GroupLink, attemp
 def test_a_server_that_fell_asleep_without_a_reply_is_woken(server: ServerThread, link: GroupLink):
     """Its weights are gone. What an update wrote to them would go nowhere."""
     link.control.timeout_s = 0.1
-    server.loop.call_soon_threadsafe(time.sleep, 0.3)
+    server.loop.call_soon_threadsafe(time.sleep, 1.0)
     with pytest.raises(EngineError):
         link.control.sleep()
     link.control.timeout_s = 60.0
