@@ -1074,7 +1074,7 @@ def test_close_ends_a_collection_under_way(make_collector, servers) -> None:
 def test_close_ends_a_wait_for_a_server(make_collector, in_thread) -> None:
     collector = make_collector(admitted=False)
     future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
-    time.sleep(0.1)
+    wait_until(lambda: collector.router.waiting)
     collector.close()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(10)
