@@ -61,7 +61,10 @@ def written_out(text: str, kept: str = "") -> str:
 
 def shown(value: object) -> str:
     """A value in a message, as Python writes it: the end of a long one is left out."""
-    return shortened(repr(value))
+    try:
+        return shortened(repr(value))
+    except Exception:  # of foreign code
+        return f"(a {type(value).__name__} that cannot be shown)"
 
 
 def shortened(text: str, limit: int = SHOWN_CHARS) -> str:

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict, fields, replace
 
 import datasets
+import numpy as np
 import pytest
 
 from tests.helpers import TINY_QWEN3
@@ -364,6 +365,10 @@ def refuse_all_but_one(prompt, pass_rate):
     return prompt.index == 7
 
 
+def return_an_array(prompt, pass_rate):
+    return np.array([True, True])
+
+
 def fail_on_five(prompt, pass_rate):
     return 1 / (prompt.index - 5) != 0
 
@@ -475,6 +480,7 @@ def test_held_out_prompts_have_no_curriculum(tokenizer):
         (hook(accept_later), ["[data] curriculum", "test_prompts.py:", "gives a coroutine: write it as `def`"]),
         (hook(fail_on_five), ["[data] curriculum", "failed on prompt 5: ZeroDivisionError"]),
         (hook(forget_to_return), ["[data] curriculum", "returned None for prompt", "True or False"]),
+        (hook(return_an_array), ["[data] curriculum", "failed on prompt", "truth value of an array"]),
     ],
 )
 def test_bad_curriculum(tokenizer, curriculum, words):

@@ -165,6 +165,47 @@ def test_an_environment_may_bring_its_rows_and_is_closed(tmp_path: Path) -> None
         load_held_out(config, tokenizer, rows=environments.rows)
 
 
+class Fails:
+    def __repr__(self) -> str:
+        raise RuntimeError("not now")
+
+    __str__ = __len__ = __repr__
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], r"brings an empty list of rows"),
+        ((row for row in [{}]), r"its rows cannot be read: TypeError: .*generator.*has no len.*Give a list of dicts"),
+        ({"question": ["1+1="]}, r"row 0 cannot be read: KeyError: 0"),
+        ([{"question": "1+1="}, "2+2="], r"row 1 is '2\+2=': give a dict of columns"),
+        ([Fails()], r"row 0 is \(a Fails that cannot be shown\): give a dict"),
+        ([{"question": "1+1=", "state": Fails()}], r"row 0 cannot be read: RuntimeError: not now"),
+        ([{(1, 2): "1+1="}], r"row 0 cannot be read: TypeError: keys must be str"),
+        (Fails(), r"its rows cannot be read: RuntimeError: not now"),
+    ],
+)
+def test_rows_of_an_environment_that_cannot_be_trained_on_are_named(tmp_path: Path, monkeypatch, rows, words) -> None:
+    monkeypatch.setattr(Sums, "rows", rows, raising=False)
+    monkeypatch.setattr(Sums, "__init__", lambda self, **_: None)
+    config, tokenizer = config_of(tmp_path, OWN_ROWS), load_tokenizer(str(TINY_QWEN3))
+    with (
+        pytest.raises(UserError, match=rf'source = "environment": \[rollout\] environment:? ?{words}'),
+        loaded_environments(config) as environments,
+    ):
+        load_held_out(config, tokenizer, rows=environments.rows)
+
+
+def test_rows_that_fail_when_they_are_asked_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Sums, "__init__", lambda self, **_: None)
+    monkeypatch.setattr(Sums, "rows", property(lambda self: 1 / 0), raising=False)
+    with (
+        pytest.raises(UserError, match=r"\[rollout\] environment: its `rows` cannot be read: ZeroDivisionError"),
+        loaded_environments(config_of(tmp_path, OWN_ROWS)),
+    ):
+        pass
+
+
 def test_a_close_that_fails_hides_no_other_error(tmp_path: Path, monkeypatch, caplog) -> None:
     def fail(self: Sums) -> None:
         raise ConnectionError("closed already")

@@ -214,9 +214,10 @@ class PromptSource:
         key = f'[data] curriculum = "{self._data.curriculum}"'
         try:
             answer = self._curriculum(prompt, self._pass_rates.get(prompt.index))
+            is_known = answer in (True, False)  # which an array cannot say
         except Exception as error:  # the user's code may raise anything
             raise UserError(f"{key} failed on prompt {prompt.index}: {type(error).__name__}: {said(error)}") from error
-        if answer not in (True, False):
+        if not is_known:
             raise UserError(f"{key} returned {shown(answer)} for prompt {prompt.index}: return True or False")
         return bool(answer)
 

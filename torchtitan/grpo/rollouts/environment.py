@@ -20,7 +20,7 @@ from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import ANY_VOCAB, REWARD_MAX, Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
-from torchtitan.grpo.errors import UserError, shown
+from torchtitan.grpo.errors import UserError, in_words, shown
 from torchtitan.grpo.process.random_numbers import prompt_seed
 
 ENDPOINT = "endpoint"
@@ -215,9 +215,16 @@ async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     ]
 
 
-def rows_of(environment: Environment) -> Sequence[dict[str, Any]] | None:
-    """The data that an environment brings; None if it brings none."""
-    return getattr(environment, "rows", None)
+def rows_of(environment: Environment, key: str = KEY) -> Sequence[dict[str, Any]] | None:
+    """The data that an environment brings; None if it brings none.
+
+    Raises:
+        UserError: Its `rows` fail. The message names the key that has the environment.
+    """
+    try:
+        return getattr(environment, "rows", None)
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"{key}: its `rows` cannot be read: {in_words(error)}") from error
 
 
 def checked(

@@ -52,7 +52,7 @@ class GuardedEnvironment:
     def __init__(self, environment: Environment, name: str, concurrency: int = 0, key: str = KEY) -> None:
         self.name, self.key = name, key
         self.running = 0
-        self.rows = rows_of(environment)
+        self.rows = rows_of(environment, key)
         self.is_single_turn = environment is single_turn
         self._environment = environment
         self._per_sample = bool(getattr(environment, "per_sample", False))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.grpo.errors import UserError, did_you_mean, in_words, shown
 from torchtitan.grpo.sources.rows import DatasetRow, DatasetRows, whole
 
 OTHER_FILES = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet", ".arrow": "Arrow"}
@@ -273,9 +273,24 @@ def _declares(path: str) -> bool:
 
 def _of_environment(wanted: Wanted) -> DatasetRows:
     name, rows = '[data] source = "environment"', wanted.of_environment
-    if not rows:
-        what = "brings no rows" if rows is None else "brings an empty list of rows"
-        raise UserError(f"{name}: [rollout] environment {what}: name another source, or give the environment `rows`")
+    where = f"{name}: [rollout] environment"
+    if rows is None:
+        raise UserError(f"{where} brings no rows: name another source, or give the environment `rows`")
+    at = "its rows"
+    try:
+        count = len(rows)
+        for position in range(count):
+            at = f"row {position}"
+            row = rows[position]
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: {at} is {shown(row)}: give a dict of columns")
+            json.dumps(row, default=str)
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"{where}: {at} cannot be read: {in_words(error)}. Give a list of dicts") from error
+    if not count:
+        raise UserError(f"{where} brings an empty list of rows: name another source, or give it some")
     return whole(rows, name)
 
 
