@@ -637,8 +637,9 @@ def in_fp8(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.vllm
-def test_tokens_that_were_drafted(tmp_path):
+def test_tokens_that_were_drafted(tmp_path, monkeypatch):
     """vLLM drafts by n-grams. With large embeddings the last token decides most, so the models repeat themselves."""
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # compiling the search takes longer than searching
     folders = {"A": save_tiny_qwen2(tmp_path / "A")}
     folders["B"] = changed(folders["A"], 7, tmp_path / "B")
     for folder in folders.values():
