@@ -142,11 +142,12 @@ class Broadcaster:
     def _wait(self, work: dist.Work) -> None:
         began = time.monotonic()
         while True:
+            ended = work.is_completed()  # then `wait` gives its end at once; torch 2.11 cannot tell its exception
             try:
                 work.wait(_LOOK)
                 return
             except RuntimeError as error:  # either the look is over, or the transport failed
-                if work.is_completed() and work.exception() is not None:
+                if ended:
                     whom = "another rank" if self.is_source else f"rank 0 ({self._last()})"
                     raise RuntimeError(f"lost the connection to {whom}: {error}") from error
             if self.is_source:
