@@ -34,7 +34,8 @@ SHAPE = dict(
     max_position_embeddings=64,
 )
 
-
+ROUNDING = 3e-5
+"""Of three steps, whose sums have another order on several ranks. Torch 2.11 comes to 1.7e-5."""
 EXPERTS = dict(head_dim=32, moe_intermediate_size=40, num_experts=8, num_experts_per_tok=3, initializer_range=0.1)
 
 
@@ -132,7 +133,7 @@ def assert_equal(trained: Callable[..., torch.Tensor], model: str, ranks: int, w
     alone = trained(model, 1, {})
     for way in ways:
         found = trained(model, ranks, way)
-        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
+        torch.testing.assert_close(found, alone, atol=ROUNDING, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
 @pytest.mark.parametrize("model", ["qwen3-tied", "llama-tied", "qwen2-untied"])
@@ -165,7 +166,7 @@ def test_ranks_round_weights_as_one_process_does(trained):
     assert (alone[0] - trained("qwen2-untied", 1, {})[0]).abs().max() > 1e-3
     for way in ROUNDED:
         found = trained("qwen2-untied", 2, way)
-        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
+        torch.testing.assert_close(found, alone, atol=ROUNDING, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
 def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(trained):
