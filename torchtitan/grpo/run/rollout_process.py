@@ -267,12 +267,13 @@ class RolloutProcess:
         seen = quiet_s = 0
         while not self.lost and not self._closing:
             time.sleep(_LOOK_S)
+            limit_s = FROZEN_S if self._messages and not self._is_loading else START_S  # first: a reply ends loading
             is_quiet = seen == self._messages and not self._is_heard
             seen, quiet_s = self._messages, quiet_s + 1 if is_quiet else 0
             if self._process.poll() is not None:
                 self._channel.close()
                 return
-            if quiet_s > (limit_s := FROZEN_S if self._messages and not self._is_loading else START_S):
+            if quiet_s > limit_s:
                 if self._messages:
                     with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                         os.kill(self.pid, SAY_WHERE)
