@@ -26,6 +26,7 @@ from torchtitan.grpo.checkpoint.marker import read_marker
 from torchtitan.grpo.checkpoint.parallel_writer import FILES
 from torchtitan.grpo.checkpoint.random_states import random_states, set_random_states
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.rounded_weights import round_weights, rounded, scale_of
 
 WORKER = ROOT / "tests" / "helpers" / "checkpoint_worker.py"
 
@@ -307,6 +308,20 @@ def test_the_export_beside_a_checkpoint_is_its_model(tmp_path):
     assert torch.equal(exported.lm_head.weight, trainer.model.output.weight.bfloat16())
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "transformers" and "after 2 steps of GRPO" in card.text
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_the_export_of_a_policy_with_rounded_weights_has_them(tmp_path, async_mode):
+    trainer = TinyTrainer(tmp_path, export_dtype="bfloat16", async_mode=async_mode)
+    round_weights(trainer.model)
+    trainer.train_step()
+    trainer.checkpointer.save(1)
+    trainer.checkpointer.finish()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint" / "step-1" / "hf")
+    weight = exported.model.layers[1].mlp.down_proj.weight
+    exact = trainer.model.layers["1"].feed_forward.w2.weight.detach()
+    assert torch.equal(weight, rounded(exact, scale_of(exact)).bfloat16())
+    assert not torch.equal(weight, exact.bfloat16())
 
 
 def test_the_optimizer_settings_of_the_configuration_hold_after_a_resume(tmp_path, caplog):

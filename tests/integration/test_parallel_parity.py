@@ -163,7 +163,7 @@ def test_four_ranks_equal_one_process(trained):
 
 def test_ranks_round_weights_as_one_process_does(trained):
     alone = trained("qwen2-untied", 1, ROUNDED[0])
-    assert (alone[0] - trained("qwen2-untied", 1, {})[0]).abs().max() > 1e-3
+    assert (alone[0] - trained("qwen2-untied", 1, {})[0]).abs().max() > 10 * ROUNDING
     for way in ROUNDED:
         found = trained("qwen2-untied", 2, way)
         torch.testing.assert_close(found, alone, atol=ROUNDING, rtol=0, msg=lambda m, w=way: f"{w}: {m}")

@@ -111,9 +111,10 @@ def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():
 def test_servers_quantize_what_they_get(monkeypatch):
     monkeypatch.setenv("RANK", "1")  # rank 0 also looks for the engine
     words = ["--rollout.engine", "vllm", "--rollout.replicas", "1", "--rollout.quantization", "fp8"]
-    for gpus, how in ((0, "fp8_per_block"), (2, "fp8_per_channel")):  # vLLM's kernels for CPUs take bfloat16
+    for gpus, how in ((0, "fp8_per_block"), (2, "fp8_per_tensor")):  # vLLM's kernels for CPUs take bfloat16
         argv = planned_servers(configured(*words), gpus, 1)[0].argv(1)
         assert (value(argv, "--quantization"), value(argv, "--dtype")) == (how, "bfloat16")
+    assert value(argv, "--linear-backend") == "marlin", "weights alone are rounded"
     assert any(
         "quantization" in message and "on a CPU" in message for message in check_machine(configured(*words), 1, 0)
     )

@@ -19,6 +19,7 @@ from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.checkpoint.trainer_state import TRAINER_STATE
 from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter
+from torchtitan.grpo.model.rounded_weights import RoundedLinear, round_exported
 from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
 
 
@@ -142,6 +143,8 @@ class Writer:
                 if name == "adapter":
                     write_adapter(full, source, folder, dtype)
                 else:
+                    if any(isinstance(layer, RoundedLinear) for layer in self._model.modules()):
+                        round_exported(full, source)
                     write_hf(full, source, folder, self._tokenizer)
 
         full = None if taken.on_host else together.collectively(f"gathering for {folder}", gather)

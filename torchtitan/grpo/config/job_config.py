@@ -245,7 +245,7 @@ class Rollout:
     server_flags: Annotated[list[str], Needs("rollout.replicas")] = field(default_factory=list)
     """Further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
     quantization: Annotated[Literal["none", "fp8"], _QUANTIZES] = "none"
-    """`fp8`: servers quantize the linear layers of each version, those of `urls` by their own flags, and the trainer
+    """`fp8`: servers hold the linear layers of each version in FP8, those of `urls` by their own flags, and the trainer
     rounds its weights likewise (docs/engines.md)."""
     urls: list[str] = field(default_factory=list)
     """Base addresses of running servers."""

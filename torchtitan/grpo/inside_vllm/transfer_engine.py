@@ -105,6 +105,8 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         lora = self.vllm_config.lora_config
         if lora is not None:
             self._adapters = adapters.install(self.model, lora, self.device)
+        workspaces = ((layer, getattr(layer, "workspace", None)) for layer in self.model.modules())
+        self._workspaces = [(layer, kept) for layer, kept in workspaces if isinstance(kept, torch.Tensor)]
         setattr(WorkerBase, FINGERPRINTS, lambda worker: worker.weight_transfer_engine.held())
 
     def held(self) -> dict[str, str]:
@@ -234,6 +236,9 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     def _finish_layerwise(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        # CUDA graphs have the addresses of Marlin's. A reload makes new ones, and frees these (vLLM 0.25 to 0.32).
+        for layer, workspace in self._workspaces:
+            layer.workspace = workspace
         if self.device.type == "cpu":
             self._repack_output()
             self._repack_experts()

@@ -25,7 +25,7 @@ from torchtitan.grpo.process.import_path import load_function, trial
 KLEstimator = Literal["k1", "k2", "k3"]
 
 ROUNDING = 2.0
-"""A sampler in FP8 gives few tokens over this times the policy's probability, or under 1 / this (docs/engines.md)."""
+"""A sampler in FP8 gives few tokens over this times the policy's probability, or under 1 / this."""
 
 
 def importance_weights(
@@ -66,9 +66,9 @@ def past_the_clip(
     do with answers that were sampled before the first of them: each pushes the same tokens again, and importance
     weights above 1 push harder.
 
-    With a `rounded` sampler (`[rollout] quantization`) the bounds are at least 1 / ROUNDING and ROUNDING. Past narrower
-    ones many tokens would be by rounding alone: gradients that raise probabilities would miss those that the sampler
-    rounded down, and gradients that lower them those that it rounded up. More would then be lowered than raised.
+    With a `rounded` sampler (`[rollout] quantization`) the bounds are at least 1 / ROUNDING and ROUNDING. Rounding takes
+    tokens past narrower ones: gradients that raise probabilities would miss those that the sampler rounded down, and
+    gradients that lower them those that it rounded up. More would then be lowered than raised.
     """
     if rounded:
         low, high = max(grpo.ratio_clip_min, 1 - 1 / ROUNDING), max(grpo.ratio_clip_max, ROUNDING - 1)

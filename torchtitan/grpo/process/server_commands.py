@@ -279,6 +279,8 @@ class VllmCommand(ServerCommand):
         env["VLLM_SERVER_DEV_MODE"] = "1"  # the routes for pause, resume and weight updates
         env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # compiles kernels at the first request; a compiler may be missing
         env["VLLM_NO_USAGE_STATS"] = "1"
+        if self.fp8 or "marlin" in self.flags:
+            env["VLLM_TEST_FORCE_FP8_MARLIN"] = "1"  # vLLM before 0.32 has Marlin on GPUs that compute in FP8 only so
         if self.gpus == ():
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -309,8 +311,9 @@ class VllmCommand(ServerCommand):
             flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(slot)]
         if self.routes:  # other kernels of vLLM 0.25 choose experts without telling
             flags += ["--enable-return-routed-experts", "--moe-backend", "triton"]
-        if self.fp8:  # per channel any width will do, and on GPUs no kernel is compiled for it
-            flags += ["--quantization", "fp8_per_block" if self.gpus == () else "fp8_per_channel"]
+        if self.fp8:  # Marlin rounds weights only
+            on_gpu = ["fp8_per_tensor", "--linear-backend", "marlin"]
+            flags += ["--quantization", *(["fp8_per_block"] if self.gpus == () else on_gpu)]
         if self.top_tokens > VLLM_TOP_TOKENS:
             flags += ["--max-logprobs", str(self.top_tokens)]
         max_model_len = self.max_model_len
