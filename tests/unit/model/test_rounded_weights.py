@@ -10,7 +10,7 @@ from tests.helpers.microbatches import microbatches
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.model.parallelize import build_model
-from torchtitan.grpo.model.rounded_weights import RoundedLinear, round_exported, rounded, scale_of
+from torchtitan.grpo.model.rounded_weights import RoundedLinear, round_exported, round_weights, rounded, scale_of
 from torchtitan.grpo.model.source import gather_hf, resolve_model
 from torchtitan.grpo.policy.rows import PackedSample
 
@@ -29,6 +29,15 @@ def test_weights_that_a_server_fuses_have_one_scale():
     fused = torch.tensor([[448.0, 20, 1.25], [0.4375, 0.01953125, 0]])
     torch.testing.assert_close(rounded(weight, scale_of(weight, wider)), fused, atol=0, rtol=0)
     assert not rounded(torch.zeros(2, 3), scale_of(torch.zeros(2, 3))).any()
+
+
+def test_compiled_code_rounds_likewise(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", False)
+    round_weights(torch.nn.ModuleDict({"layers": torch.nn.ModuleDict()}))
+    torch.manual_seed(0)
+    weight = torch.randn(64, 32).bfloat16()
+    compiled = torch.compile(lambda weight: rounded(weight, scale_of(weight)), fullgraph=True)
+    assert torch.equal(compiled(weight), rounded(weight, scale_of(weight)))
 
 
 def tiny(family, folder, *flags):

@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -70,6 +71,7 @@ def round_weights(model: nn.Module) -> None:
 
     Call it after tensor parallelism and before everything else that wraps layers.
     """
+    inductor.emulate_precision_casts = True  # else compiled code leaves out casts to bfloat16, and the scale is another
     for block in model.layers.children():
         for path, part in block.named_modules():
             if path == "moe" or path.startswith("moe."):
