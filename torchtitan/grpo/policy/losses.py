@@ -66,9 +66,9 @@ def past_the_clip(
     do with answers that were sampled before the first of them: each pushes the same tokens again, and importance
     weights above 1 push harder.
 
-    With a `rounded` sampler (`[rollout] quantization`) the bounds are at least 1 / ROUNDING and ROUNDING. Rounding alone
-    takes tokens past narrower ones: gradients that raise probabilities would miss those that the sampler rounded down,
-    and gradients that lower them those that it rounded up. More would then be lowered than raised.
+    With a `rounded` sampler (`[rollout] quantization`) the bounds are at least 1 / ROUNDING and ROUNDING. By rounding
+    alone tokens are past narrower ones: gradients that raise probabilities would miss those that the sampler rounded
+    down, and gradients that lower them those that it rounded up. More would then be lowered than raised.
     """
     if rounded:
         low, high = max(grpo.ratio_clip_min, 1 - 1 / ROUNDING), max(grpo.ratio_clip_max, ROUNDING - 1)
