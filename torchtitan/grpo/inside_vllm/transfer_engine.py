@@ -236,9 +236,10 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     def _finish_layerwise(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # CUDA graphs have the addresses of Marlin's. A reload makes new ones, and frees these (vLLM 0.25 to 0.32).
+        # CUDA graphs have the addresses of Marlin's, which it leaves zero. A reload makes new ones, and frees
+        # these (vLLM 0.25 to 0.32). Sleep loses what they hold.
         for layer, workspace in self._workspaces:
-            layer.workspace = workspace
+            layer.workspace = workspace.zero_()
         if self.device.type == "cpu":
             self._repack_output()
             self._repack_experts()
