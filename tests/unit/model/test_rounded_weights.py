@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.helpers.microbatches import microbatches
 from torchtitan.distributed import ParallelDims
@@ -33,17 +33,17 @@ def test_weights_that_a_server_fuses_have_one_scale():
 
 def test_compiled_code_rounds_likewise(monkeypatch):
     monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", False)
-    round_weights(torch.nn.ModuleDict({"layers": torch.nn.ModuleDict()}))
+    round_weights(torch.nn.ModuleDict({"output": torch.nn.Linear(1, 1)}))
     torch.manual_seed(0)
     weight = torch.randn(64, 32).bfloat16()
     compiled = torch.compile(lambda weight: rounded(weight, scale_of(weight)), fullgraph=True)
     assert torch.equal(compiled(weight), rounded(weight, scale_of(weight)))
 
 
-def tiny(family, folder, *flags):
-    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+def tiny(family, folder, *flags, **more):
+    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2) | more
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
-    architecture = family.__name__.replace("Config", "ForCausalLM")
+    architecture = family.__name__.replace("Config", "ForCausalLM").replace("TextFor", "For")
     family(**sizes, **heads, architectures=[architecture]).save_pretrained(folder)
     words = ["--model.hf_assets_path", str(folder), "--model.weights", "random"]
     config = load_config([*words, "--training.mixed_precision_param", "float32", *flags])
@@ -78,6 +78,29 @@ def test_a_model_is_that_of_its_rounded_weights(family, checkpointing, tmp_path,
         found.append([logprobs.detach(), *(parameter.grad for parameter in model.parameters())])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+BESIDE = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=97)
+
+
+@pytest.mark.parametrize(
+    "family, more, beyond",
+    [
+        (Qwen3MoeConfig, EXPERTS, "layers.1.moe.router.gate"),
+        (Gemma4TextConfig, BESIDE, "hf.model.per_layer_model_projection"),
+    ],
+)
+def test_routers_and_layers_beside_the_blocks_are_rounded(family, more, beyond, tmp_path):
+    """As in vLLM 0.25 to 0.32."""
+    _, source = tiny(family, tmp_path, **more)
+    with torch.device("meta"):
+        model = source.build()
+    linear = {name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    round_weights(model)
+    exact = {name for name in linear if not isinstance(model.get_submodule(name), RoundedLinear)}
+    assert beyond in linear - exact
+    assert [model.get_submodule(name) for name in exact] == [model.output]
 
 
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config])

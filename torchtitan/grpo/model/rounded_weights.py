@@ -67,20 +67,19 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def round_weights(model: nn.Module) -> None:
-    """Change the linear layers of a model's blocks, in place. Experts, routers and the output layer stay exact.
+    """Change the linear layers of a model, in place. Experts and the output layer stay exact.
 
-    Call it after tensor parallelism and before everything else that wraps layers.
+    vLLM rounds routers, too, and what is beside the blocks, as in Gemma 4. Call it after tensor parallelism and before
+    everything else that wraps layers.
     """
     inductor.emulate_precision_casts = True  # else compiled code leaves out casts to bfloat16, and the scale is another
-    for block in model.layers.children():
-        for path, part in block.named_modules():
-            if path == "moe" or path.startswith("moe."):
-                continue
-            linear = {name: layer for name, layer in part.named_children() if type(layer) is nn.Linear}
-            for name, layer in linear.items():
-                beside = next((names for names in FUSED if name in names), {name})
-                layer.__class__ = RoundedLinear
-                layer.fused = [linear[other] for other in sorted(beside & linear.keys())]
+    for part in model.modules():
+        children = {name: layer for name, layer in part.named_children() if type(layer) is nn.Linear}
+        linear = {name: layer for name, layer in children.items() if layer is not model.output}
+        for name, layer in linear.items():
+            beside = next((names for names in FUSED if name in names), {name})
+            layer.__class__ = RoundedLinear
+            layer.fused = [linear[other] for other in sorted(beside & linear.keys())]
 
 
 def round_exported(tensors: dict[str, Tensor], source: ModelSource) -> None:
