@@ -115,6 +115,9 @@ def test_servers_quantize_what_they_get(monkeypatch):
         argv = planned_servers(configured(*words), gpus, 1)[0].argv(1)
         assert (value(argv, "--quantization"), value(argv, "--dtype")) == (how, "bfloat16")
     assert value(argv, "--linear-backend") == "marlin", "weights alone are rounded"
+    assert value(argv, "--moe-backend") == "marlin", "of experts, too"
+    replays = planned_servers(configured(*words, "--grpo.routing_replay"), 2, 1)[0].argv(1)
+    assert value(replays, "--moe-backend") == "triton" and replays.count("--moe-backend") == 1
     assert any(
         "quantization" in message and "on a CPU" in message for message in check_machine(configured(*words), 1, 0)
     )

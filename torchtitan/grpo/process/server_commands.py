@@ -313,6 +313,7 @@ class VllmCommand(ServerCommand):
             flags += ["--enable-return-routed-experts", "--moe-backend", "triton"]
         if self.fp8:  # Marlin rounds weights only
             on_gpu = ["fp8_per_tensor", "--linear-backend", "marlin"]
+            on_gpu += [] if self.routes else ["--moe-backend", "marlin"]
             flags += ["--quantization", *(["fp8_per_block"] if self.gpus == () else on_gpu)]
         if self.top_tokens > VLLM_TOP_TOKENS:
             flags += ["--max-logprobs", str(self.top_tokens)]

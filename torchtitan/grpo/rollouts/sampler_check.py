@@ -124,7 +124,8 @@ class SamplerCheck:
         if self._fleet and self._quantization != "none" and (worst := max(means.values(), default=0.0)) > ROUNDED:
             logger.warning(
                 f"servers in {self._quantization} differ from the policy by {worst:.3f} nat a token: this model will "
-                "learn less. Do those of [rollout] urls have --quantization fp8_per_tensor --linear-backend marlin?"
+                "learn less. Do those of [rollout] urls have --quantization fp8_per_tensor --linear-backend marlin "
+                "--moe-backend marlin?"
             )
         if means and all(not mean <= self._limit for mean in means.values()):
             raise self._error(means, self._causes(means))
