@@ -236,8 +236,8 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     def _finish_layerwise(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # CUDA graphs have the addresses of Marlin's, which it leaves zero. A reload makes new ones, and frees
-        # these (vLLM 0.25 to 0.32). Sleep loses what they hold.
+        # CUDA graphs have the addresses of Marlin's, which it leaves zero. A reload makes new ones, and frees these
+        # (vLLM 0.25; in 0.32 all layers share one). Sleep loses what they hold.
         for layer, workspace in self._workspaces:
             layer.workspace = workspace.zero_()
         if self.device.type == "cpu":
