@@ -30,12 +30,13 @@ FUSED = (
 def scale_of(*fused: Tensor) -> Tensor:
     """float32 [1, 1]: vLLM's scale of weights [out, in] that it fuses into one."""
     largest = reduce(torch.maximum, [weight.abs().amax((0, 1), keepdim=True) for weight in fused])
-    return (largest.bfloat16().float() / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    # In float64: on CUDA a float32 is multiplied by a number's reciprocal, or divided roughly by compiled code.
+    return (largest.bfloat16().double() / LARGEST).float().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def rounded(weight: Tensor, scale: Tensor) -> Tensor:
     """[out, in], rounded to float8_e4m3fn as vLLM's `fp8_per_tensor` rounds bfloat16. Marlin's scale is in it, too."""
-    quantized = (weight.bfloat16() * (1 / scale)).to(torch.float8_e4m3fn)
+    quantized = (weight.bfloat16() * (1 / scale.double()).float()).to(torch.float8_e4m3fn)
     return quantized.bfloat16().mul_(scale.bfloat16()).to(weight.dtype)
 
 
