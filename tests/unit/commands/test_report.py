@@ -142,6 +142,23 @@ def test_what_needs_a_look_is_found(changes, level, words):
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [{"grpo.kl_coef": 0.1, "grpo.kl_placement": "reward"}, {"distill.teacher_urls": ["http://teacher:1"]}],
+)
+def test_equal_rewards_are_a_signal_with_a_kl_in_the_reward_or_a_teacher(settings):
+    equal = run_of([step_line(step, **{"reward/zero_variance_fraction": 1.0}) for step in (1, 2, 3)], **settings)
+    assert not [one for one in findings(equal) if "signal" in one.title]
+    silent = run_of([step_line(step, **{"train/answer_tokens": 0.0}) for step in (1, 2, 3)], **settings)
+    assert [one.title for one in findings(silent) if "signal" in one.title] == ["3 steps without a signal"]
+
+
+def test_rewards_that_are_equal_after_a_length_penalty_are_no_signal():
+    penalty = {"grpo.overlong_buffer_tokens": 4, "grpo.overlong_penalty": 1.0}
+    equal = run_of([step_line(step, **{"reward/zero_variance_fraction": 1.0}) for step in (1, 2, 3)], **penalty)
+    assert "3 steps without a signal" in [one.title for one in findings(equal)]
+
+
+@pytest.mark.parametrize(
     ("held_out", "level", "words"),
     [
         ([0.2, 0.5, 0.9], "good", "rose from 0.200 to 0.900"),

@@ -98,9 +98,12 @@ def _learning(run: Run) -> Iterator[Finding]:
 
 def _signal(run: Run) -> Iterator[Finding]:
     zero = run.points("reward/zero_variance_fraction")
-    # With a length penalty, answers of equal reward may still differ.
-    shaped = run.values.get("grpo.overlong_buffer_tokens", 0) and run.values.get("grpo.overlong_penalty", 0)
-    equal = {step for step, share in zero if share >= 1 and not shaped}
+    values = run.values
+    # By these, equal rewards give a gradient too. Rewards that a length penalty sets apart are not counted as equal.
+    kl_in_reward = values.get("grpo.kl_coef", 0) > 0 and values.get("grpo.kl_placement") == "reward"
+    if kl_in_reward or values.get("distill.teacher_urls"):
+        zero = []
+    equal = {step for step, share in zero if share >= 1}
     silent = sorted(equal | {step for step, tokens in run.points("train/answer_tokens") if tokens == 0})
     if silent:
         text = f"No group's rewards differed, so nothing was learned: {_listed(silent)}."
