@@ -226,11 +226,15 @@ def test_busy_share_leaves_out_standing_still_and_idle_servers_count():
     fleet = Fleet(["http://a:1", "http://b:2", "http://c:3"], lambda url: Server(url, None))
     for server in fleet.servers[:2]:
         fleet.admit(server, 4)
-    pushed = SyncReport(4, 2**30, 3, {"total": 2.0}, {"http://a:1": phases(1.0) | {"stopped": 2.0}})
-    metrics = server_metrics(fleet, {"http://a:1": 10.0}, [pushed], 10.0)
+    stops = {"http://a:1": (98.0, 104.0), "http://b:2": (106.0, 109.0)}
+    pushed = SyncReport(4, 2**30, 3, {"total": 2.0}, {url: phases(1.0) for url in stops}, stops=stops)
+    busy = {"http://a:1": [(100.0, 101.0), [102.0, 107.0], (106.0, 110.0)], "http://b:2": []}  # of two processes
+    metrics = server_metrics(fleet, busy, [pushed], 10.0)
     assert metrics == pytest.approx(
-        {"server/a_1/busy_share": 0.8, "server/b_2/busy_share": 0.0, "server/busy_share": 0.4}
+        {"server/a_1/busy_share": 0.6, "server/b_2/busy_share": 0.0, "server/busy_share": 0.3}
     )
+    idle_when_stopped = server_metrics(fleet, {"http://b:2": [(101.0, 106.0)]}, [pushed], 10.0)
+    assert idle_when_stopped["server/b_2/busy_share"] == pytest.approx(0.5), "the stop took nothing from it"
     assert server_metrics(fleet, {}, [], 0.0) == {}
 
 

@@ -760,7 +760,7 @@ def test_an_environment_that_blocks_is_named_and_does_not_keep_the_end(make_coll
     with pytest.raises(UserError, match=rf"^{re.escape(who)} has blocked the event loop .* 0.3 s: await slow calls"):
         collector.collect(prompts_of(1), PARAMS, "t", held_out="b")
     with pytest.raises(UserError, match="has blocked the event loop"):
-        collector.take_busy_seconds()
+        collector.take_busy_spans()
     begin = time.monotonic()
     collector.close()
     assert time.monotonic() - begin < 5, "it blocks for 30 s"
@@ -818,18 +818,23 @@ def test_seconds_with_a_request_are_counted_by_server(make_collector, new_server
     busy, idle = collector.fleet.servers
     collector.fleet.withdraw(idle, "not yet", lost=False)
     busy.control.pause()
+
+    def taken() -> dict[str, float]:
+        spans = collector.take_busy_spans()
+        return {url: sum(until - since for since, until in own) for url, own in spans.items()}
+
     begin = time.monotonic()
     future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
     wait_until(lambda: busy.in_flight == 3)
     time.sleep(0.3)
-    first = collector.take_busy_seconds()
+    first = taken()
     busy.control.resume()
     future.result(20)
-    second = collector.take_busy_seconds()
+    second = taken()
     assert set(first) == set(second) == {busy.url}
     assert first[busy.url] >= 0.3
     assert first[busy.url] + second[busy.url] <= time.monotonic() - begin
-    assert collector.take_busy_seconds() == {}
+    assert collector.take_busy_spans() == {}
 
 
 def test_the_least_busy_server_is_asked(make_collector, new_server, servers, in_thread) -> None:

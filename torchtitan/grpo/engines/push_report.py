@@ -1,6 +1,13 @@
 """What a push was like, for the ledger and the metrics."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+
+
+def stop_until_now(seconds: dict[str, float]) -> tuple[float, float]:
+    """The stop of a server that was resumed just now: for `SyncReport.stops`."""
+    now = time.monotonic()
+    return now - seconds.get("stopped", 0.0), now
 
 
 @dataclass
@@ -15,6 +22,7 @@ class SyncReport:
         missed: Servers that took part and did not acknowledge.
         waited: The trainer's main thread waited for it. Otherwise it ran beside training.
         alone: It went to one server alone, from a copy.
+        stops: By address, from when until when each of `servers` was stopped, by `time.monotonic()`.
     """
 
     version: int
@@ -25,3 +33,4 @@ class SyncReport:
     missed: int = 0
     waited: bool = False
     alone: bool = False
+    stops: dict[str, tuple[float, float]] = field(default_factory=dict)

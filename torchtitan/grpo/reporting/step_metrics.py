@@ -1,7 +1,8 @@
 """A step's groups, summed losses and server reports as flat metrics. `docs/metrics.md` explains the names."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -23,6 +24,8 @@ OWN_REWARD_METRICS = {
 """An environment's score of such a name, or of a source's mean, gets a `_` behind it."""
 Answers = tuple[list[tuple[int, int]], list[dict[str, Any]]]
 """Of a group, from `described`."""
+Span = Sequence[float]
+"""From when until when, by `time.monotonic()`."""
 MEAN_REWARDS = ("greedy_reward", "sampled_reward")
 
 
@@ -240,24 +243,35 @@ def _age_metrics(sums: dict[str, list[float]]) -> dict[str, float]:
 
 
 def server_metrics(
-    fleet: FleetView, busy_s: dict[str, float], reports: list[SyncReport], step_s: float
+    fleet: FleetView, busy: Mapping[str, Sequence[Span]], reports: list[SyncReport], step_s: float
 ) -> dict[str, float]:
     """Share of the step in which each server computed answers: it had requests and was not stopped for weights.
 
     Args:
-        busy_s: Seconds with requests in flight, by server (`Collector.take_busy_seconds`).
+        busy: When each server had requests in flight (`Router.take_busy_spans`), of one or several processes.
         reports: The pushes that ended in this step.
     """
-    stopped_s: defaultdict[str, float] = defaultdict(float)
+    stops: defaultdict[str, list[Span]] = defaultdict(list)
     for report in reports:
-        for url, phases in report.servers.items():
-            stopped_s[url] += phases["stopped"]
-    urls = [server.url for server in fleet.servers if server.in_traffic or server.url in busy_s]
+        for url, stop in report.stops.items():
+            stops[url].append(stop)
+    urls = [server.url for server in fleet.servers if server.in_traffic or server.url in busy]
     if not urls or not step_s:
         return {}
-    shares = {url: min(1.0, max(0.0, busy_s.get(url, 0.0) - stopped_s[url]) / step_s) for url in urls}
+    # A stop in which a server had no request takes nothing from its share: in sync mode that is the rule.
+    busy_s = {url: _covered_s([*busy.get(url, ()), *stops[url]]) - _covered_s(stops[url]) for url in urls}
+    shares = {url: min(1.0, seconds / step_s) for url, seconds in busy_s.items()}
     metrics = {f"server/{_server_name(url)}/busy_share": share for url, share in shares.items()}
     return metrics | {"server/busy_share": fmean(shares.values())}
+
+
+def _covered_s(spans: Iterable[Span]) -> float:
+    """Seconds in any of them."""
+    covered, end = 0.0, -math.inf
+    for since, until in sorted(map(tuple, spans)):
+        covered += max(0.0, until - max(since, end))
+        end = max(end, until)
+    return covered
 
 
 def sync_metrics(reports: list[SyncReport], fleet: FleetView) -> dict[str, float]:

@@ -189,11 +189,11 @@ class Collector:
         """Call `call` on the event loop after every change of the fleet."""
         self._listeners.append(call)
 
-    def take_busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each server had a request of this run, since the last call."""
+    def take_busy_spans(self) -> dict[str, list[tuple[float, float]]]:
+        """See `Router.take_busy_spans`."""
 
-        async def take() -> dict[str, float]:
-            return self.router.take_busy_seconds()
+        async def take() -> dict[str, list[tuple[float, float]]]:
+            return self.router.take_busy_spans()
 
         return self.call(take())
 

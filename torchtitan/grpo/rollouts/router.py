@@ -5,6 +5,7 @@ import contextlib
 import heapq
 import itertools
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -69,7 +70,7 @@ class Router:
         self._running: dict[Server, set[Request]] = defaultdict(set)
         self._losses: dict[Server, int] = defaultdict(int)  # how often its requests were given up
         self.silence = SilenceWatch(fleet, lambda: [server for server, requests in self._running.items() if requests])
-        self._busy_s: dict[str, float] = defaultdict(float)
+        self._busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self._busy_since: dict[Server, float] = {}
         self._under_way: dict[Ticket, None] = {}
         """Waiting requests of groups that were under way when they came: queue 0, which is served first."""
@@ -83,13 +84,13 @@ class Router:
         """Requests that wait for a server."""
         return sum(len(lane.tickets) for lane in self._lanes.values())
 
-    def take_busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each server had a request of this run, since the last call."""
-        now = self._loop.time()
+    def take_busy_spans(self) -> dict[str, list[tuple[float, float]]]:
+        """When each server had a request of this run, since the last call: from and until, by `time.monotonic()`."""
+        now = time.monotonic()
         for server, since in self._busy_since.items():
-            self._busy_s[server.url] += now - since
+            self._busy[server.url].append((since, now))
             self._busy_since[server] = now
-        taken, self._busy_s = dict(self._busy_s), defaultdict(float)
+        taken, self._busy = dict(self._busy), defaultdict(list)
         return taken
 
     def cohorts(self, count: int, name: str, min_version: int) -> list[Cohort | None]:
@@ -429,7 +430,7 @@ class Router:
 
     def _occupy(self, server: Server, call: GroupCall) -> None:
         if server.in_flight == 0:
-            self._busy_since[server] = self._loop.time()
+            self._busy_since[server] = time.monotonic()
         server.in_flight += 1
         call.begun(server.version)
         whole = call.group or call
@@ -444,5 +445,5 @@ class Router:
     def _release(self, server: Server) -> None:
         server.in_flight -= 1
         if server.in_flight == 0:
-            self._busy_s[server.url] += self._loop.time() - self._busy_since.pop(server)
+            self._busy[server.url].append((self._busy_since.pop(server), time.monotonic()))
         self._dispatch()

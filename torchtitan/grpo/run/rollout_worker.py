@@ -301,10 +301,10 @@ class RolloutWorker:
         return {}
 
     def metrics(self) -> list[Any]:
-        """Counts of groups, and the seconds in which each server had a request since the last call."""
+        """Counts of groups, and when each server had a request since the last call."""
         assert self.stream is not None
         self._held = None  # they are packed
-        return [self.stream.metrics(), self.collector.take_busy_seconds()]
+        return [self.stream.metrics(), self.collector.take_busy_spans()]
 
     def log(self, step: int, chosen: list[tuple[int, dict[str, Any]]], advantages: list[list[float]]) -> None:
         """Write the answers that `take` has chosen."""

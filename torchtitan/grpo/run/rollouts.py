@@ -266,12 +266,13 @@ class Rollouts(Absent):
         assert self.fleet is not None
         replies = self._for_log(lambda: self._processes.call("metrics"), without=[])
         counts: defaultdict[str, float] = defaultdict(float)
-        busy_s = {server.url: 0.0 for server in self.fleet.servers}
-        for (own_counts, own_busy_s), _ in replies:
+        busy = defaultdict[str, list[list[float]]](list, {server.url: [] for server in self.fleet.servers})
+        for (own_counts, own_busy), _ in replies:
             for name, count in own_counts.items():
                 counts[name] += count
-            busy_s |= {url: max(seconds, busy_s.get(url, 0.0)) for url, seconds in own_busy_s.items()}
-        of_servers = sync_metrics(reports, self.fleet) | server_metrics(self.fleet, busy_s, reports, step_s)
+            for url, spans in own_busy.items():
+                busy[url] += spans
+        of_servers = sync_metrics(reports, self.fleet) | server_metrics(self.fleet, busy, reports, step_s)
         return counts | of_servers | {"rollout/process_losses": self._processes.losses}
 
     def log(self, step: int, advantages: list[list[float]]) -> None:

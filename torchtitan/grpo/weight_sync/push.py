@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from torchtitan.grpo.engines.push_report import stop_until_now
+
 _CHECK_S = 0.05
 _LOOK_S = 0.25
 _MOVING = -1
@@ -66,6 +68,7 @@ class Push:
         invited: How many servers were to take part.
         seconds: The leader's, by phase, once all buckets have left.
         servers: Seconds by phase of each server that has acknowledged.
+        stops: See `SyncReport.stops`.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Push:
         self.version = version
         self.seconds: dict[str, float] = {}
         self.servers: dict[str, dict[str, float]] = {}
+        self.stops: dict[str, tuple[float, float]] = {}
         self.started = time.perf_counter()
         self.invited = len(servers)
         self._buckets = buckets
@@ -195,6 +199,7 @@ class Push:
             self._unfinished.discard(server)
             if seconds is not None:
                 self.servers[server] = seconds
+                self.stops[server] = stop_until_now(seconds)
             self._not_late(server)
         self._settle()
 

@@ -267,6 +267,7 @@ class Leader(SyncThread):
                     push.servers,
                     missed=push.invited - len(push.servers),
                     waited=push.version <= self.waited_for,
+                    stops=push.stops,
                 )
             )
 

@@ -13,7 +13,7 @@ import torch
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError, LocalError
-from torchtitan.grpo.engines.push_report import SyncReport
+from torchtitan.grpo.engines.push_report import SyncReport, stop_until_now
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.copies import CopyReader, VersionCopy
@@ -236,7 +236,8 @@ class ServerWorker(threading.Thread):
                 self.mode = Mode.COMMON
             size = sum(bucket.payload_bytes for bucket in board.buckets)
             total = {"total": seconds["total"]}
-            report = SyncReport(version, size, len(board.buckets), total, {self.url: seconds}, alone=True)
+            stops = {self.url: stop_until_now(seconds)}
+            report = SyncReport(version, size, len(board.buckets), total, {self.url: seconds}, alone=True, stops=stops)
             board.server_updated_alone(report)
         if not board.copies_only:
             logger.info("%s has caught up with version %d in %.2f s", self.url, version, seconds["total"])
