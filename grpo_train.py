@@ -104,6 +104,9 @@ class Trainer(Run):
         self.publish(wait=True)
         if self.step == 0:
             self.log(self.validate())
+        else:  # these weights are of no step: the next line is about its own
+            self.weight_sync.finished()
+            self.ledger.close_step()
 
     def train_step(self) -> None:
         """Collect, pack, update, publish, validate, log, save. From `update` on, no failure costs the step."""

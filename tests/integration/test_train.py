@@ -37,6 +37,7 @@ def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_p
     validated = {name for line in whole + resumed for name in line if name.startswith("validation/")}
     plain = [[{k: v for k, v in s.items() if k not in validated} for s in without_times(r)] for r in (whole, resumed)]
     assert plain[0] == plain[1]
+    assert [line["sync/pushes"] for line in resumed] == [1] * 4, "a resumed run's first weights are of no step"
     assert len({line["train/grad_norm"] for line in whole}) == 4
     assert min(line["policy/centering"] for line in whole) > 1e-4
     warmup = [8e-4 * step / 4 for step in (1, 2, 3, 4)]  # as long as the schedule
