@@ -56,7 +56,7 @@ def main() -> int:
         oldest <= args.max_age,
         f"every token was sampled by weights at most {oldest:g} steps old, limit {args.max_age}",
     )
-    worst = max(line.get("policy/mismatch_abs", math.inf) for line in steps)
+    worst = max((line.get("policy/mismatch_abs", math.inf) for line in trained), default=0.0)
     report.check(
         worst <= args.max_mismatch,
         f"sampler and trainer log-probabilities differ by at most {worst:.1e} nat (step means), limit "

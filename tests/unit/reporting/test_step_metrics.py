@@ -137,7 +137,7 @@ def test_sources_have_their_own_rewards_and_shares():
     assert (metrics["reward/math_verify"], metrics["reward/exact_match"]) == (0.5, pytest.approx(1 / 3))
 
 
-def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
+def test_policy_metrics_are_per_token_and_a_step_without_tokens_has_none():
     sums = {"tokens": 4.0, "loss": 0.3, "clipped_low_tokens": 1.0, "clipped_high_tokens": 1.0, "ratio_sum": 4.4}
     sums |= {"mismatch_tokens": 2.0, "mismatch_kl_sum": 0.2, "mismatch_abs_sum": 0.4}
     metrics = policy_metrics(sums)
@@ -146,7 +146,9 @@ def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
     assert metrics["policy/ratio"] == pytest.approx(1.1)
     assert metrics["policy/mismatch_abs"] == 0.2
     assert "policy/kl" not in metrics
-    assert policy_metrics(sums | dict.fromkeys(sums, 0.0))["policy/clip_fraction"] == 0.0
+    assert policy_metrics(dict.fromkeys(sums, 0.0)) == {"train/loss": 0.0, "train/answer_tokens": 0.0}
+    uncompared = policy_metrics(sums | {"mismatch_tokens": 0.0})  # a first minibatch without a signal
+    assert uncompared == {name: value for name, value in metrics.items() if "mismatch" not in name}
     sums |= {"server_tokens": [3.0, 0.0, 0.0, 0.0, 1.0, 1.0]}  # of two ages each
     sums |= {"server_drawn_tokens": [3.0, 0.0, 0.0, 0.0, 1.0, 1.0], "server_surprise_sum": [-1.0, 9, 0, 9, 0.6, 9]}
     sums |= {"server_mismatch_abs_sum": [0.3, 0.0, 0.0, 0.0, 0.1, 0.0]}
@@ -160,7 +162,7 @@ def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
 
 def test_load_of_experts_is_of_the_busiest_and_the_idle():
     sums = dict.fromkeys(("tokens", "loss", "clipped_low_tokens", "clipped_high_tokens"), 0.0)
-    sums |= {"mismatch_tokens": 0.0, "mismatch_kl_sum": 0.0, "mismatch_abs_sum": 0.0}
+    sums |= {"tokens": 4.0, "mismatch_tokens": 0.0}
     metrics = policy_metrics(sums | {"expert_tokens": [[6.0, 0.0, 0.0, 2.0], [2.0, 2.0, 2.0, 2.0]]})
     assert metrics["experts/load_max"] == (3.0 + 1.0) / 2
     assert metrics["experts/idle_fraction"] == (0.5 + 0.0) / 2

@@ -423,7 +423,8 @@ def test_metrics_are_documented():
     per_token = torch.zeros(2)
     optional = {"importance": per_token, "reference_logprobs": per_token, "entropy": per_token}
     sample_ids = torch.zeros(2, dtype=torch.int64)
-    loss, sums = policy_loss(per_token, per_token, per_token, per_token, sample_ids, config_of().grpo, **optional)
-    sums |= mismatch_sums(per_token, per_token, per_token) | {"server_tokens": [1], "server_mismatch_abs_sum": [0]}
+    given = per_token, per_token, per_token, torch.ones(2)
+    loss, sums = policy_loss(*given, sample_ids, config_of().grpo, **optional)
+    sums |= mismatch_sums(per_token, per_token, torch.ones(2)) | {"server_tokens": [1], "server_mismatch_abs_sum": [0]}
     names |= set(policy_metrics({"loss": loss} | sums, ["http://host:1"]))
     assert [name for name in names if not meaning(name).text] == []

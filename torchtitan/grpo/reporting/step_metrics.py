@@ -167,19 +167,20 @@ def _rewards(answers: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[str, float]:
-    """Means and shares per trained answer token, from the sums of `losses.policy_loss` over all rows and ranks.
+    """Means and shares per trained answer token, from the sums of `losses.policy_loss` over all rows and ranks. A step
+    without tokens has none: an entropy or a ratio of 0 would be no measurement.
 
     If the sums of `sums.age_sums` (lists by age) are there too, the same for each age that has tokens. With those of
     `sums.server_sums`, the mismatch of each of `servers` that has tokens.
     """
-    tokens, compared = max(sums["tokens"], 1.0), max(sums["mismatch_tokens"], 1.0)
-    metrics = {
-        "train/loss": sums["loss"],
-        "train/answer_tokens": sums["tokens"],
-        "policy/clip_fraction": (sums["clipped_low_tokens"] + sums["clipped_high_tokens"]) / tokens,
-        "policy/mismatch_kl": sums["mismatch_kl_sum"] / compared,
-        "policy/mismatch_abs": sums["mismatch_abs_sum"] / compared,
-    }
+    tokens, compared = sums["tokens"], sums["mismatch_tokens"]
+    metrics = {"train/loss": sums["loss"], "train/answer_tokens": tokens}
+    if not tokens:
+        return metrics
+    metrics["policy/clip_fraction"] = (sums["clipped_low_tokens"] + sums["clipped_high_tokens"]) / tokens
+    if compared:
+        metrics["policy/mismatch_kl"] = sums["mismatch_kl_sum"] / compared
+        metrics["policy/mismatch_abs"] = sums["mismatch_abs_sum"] / compared
     for name, key in (
         ("clip_low_fraction", "clipped_low_tokens"),
         ("clip_high_fraction", "clipped_high_tokens"),
