@@ -172,7 +172,7 @@ class RolloutStream:
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start, and where the groups are now. `docs/metrics.md` explains the names. Those of all
-        shares are summed."""
+        shares are summed, but for `TEACHER_S`."""
 
         async def read() -> dict[str, float]:
             entries = self._buffer.entries.values()

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from torchtitan.grpo.reporting.step_metrics import server_metrics, sync_metrics
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rollouts.environment import ENDPOINT
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
+from torchtitan.grpo.rollouts.teachers.teachers import TEACHER_S
 from torchtitan.grpo.run.broadcast import patience_s
 from torchtitan.grpo.run.kept_process import KeptProcess, OnEnd, OnEvent
 from torchtitan.grpo.run.kept_processes import KeptProcesses
@@ -272,6 +274,8 @@ class Rollouts(Absent):
                 counts[name] += count
             for url, spans in own_busy.items():
                 busy[url] += spans
+        if waits := [own[TEACHER_S] for (own, _), _ in replies if TEACHER_S in own]:
+            counts[TEACHER_S] = fmean(waits)  # the one that is no count
         of_servers = sync_metrics(reports, self.fleet) | server_metrics(self.fleet, busy, reports, step_s)
         return counts | of_servers | {"rollout/process_losses": self._processes.losses}
 

@@ -12,6 +12,8 @@ from torchtitan.grpo.rollouts.teachers.scorers import Asked, Scorer, Scores
 
 logger = logging.getLogger(__name__)
 
+TEACHER_S = "distill/teacher_s"
+"""A metric: the mean wait for the scores of a group."""
 RETRY_S = 1.0
 """Pause after each teacher has failed once."""
 
@@ -71,7 +73,7 @@ class Teachers:
     def metrics(self) -> dict[str, float]:
         """What waiting took since the last call, and the requests that failed since the start."""
         waits, self._waits_s = self._waits_s, []
-        wait = {"distill/teacher_s": fmean(waits)} if waits else {}
+        wait = {TEACHER_S: fmean(waits)} if waits else {}
         return wait | {"distill/failed_requests": self.failed_requests}
 
     async def close(self) -> None:
