@@ -152,6 +152,21 @@ def test_equal_rewards_are_a_signal_with_a_kl_in_the_reward_or_a_teacher(setting
     assert [one.title for one in findings(silent) if "signal" in one.title] == ["3 steps without a signal"]
 
 
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("train/skipped_steps", "3 updates left out"),
+        ("checkpoint/failed", "3 checkpoints could not be saved"),
+        ("memory/alloc_retries", "GPU memory was short 3 times"),
+        ("rollout/retried", "3 requests sent again"),
+    ],
+)
+def test_what_a_process_counts_is_summed_over_resumes(name, title):
+    counts = [1, 2, 0, 1, 0]  # each resume begins anew
+    run = run_of([step_line(step, **{name: count}) for step, count in enumerate(counts, 1)])
+    assert title in [one.title for one in findings(run)]
+
+
 def test_rewards_that_are_equal_after_a_length_penalty_are_no_signal():
     penalty = {"grpo.overlong_buffer_tokens": 4, "grpo.overlong_penalty": 1.0}
     equal = run_of([step_line(step, **{"reward/zero_variance_fraction": 1.0}) for step in (1, 2, 3)], **penalty)

@@ -131,10 +131,10 @@ def _rewards(run: Run) -> Iterator[Finding]:
 
 
 def _training(run: Run) -> Iterator[Finding]:
-    if skipped := run.last("train/skipped_steps"):
+    if skipped := run.total("train/skipped_steps"):
         text = "Their gradients were not finite. Lower the learning rate, or look at the answers of those steps."
         yield Finding("problem", f"{_count(skipped, 'update')} left out", text)
-    if failed := run.last("checkpoint/failed"):
+    if failed := run.total("checkpoint/failed"):
         yield Finding("problem", f"{_count(failed, 'checkpoint')} could not be saved", "The log says why.")
     if run.values.get("checkpoint.enable") is False:
         yield Finding("warning", "Checkpoints are off", "The trained weights are not saved ([checkpoint] enable).")
@@ -142,7 +142,7 @@ def _training(run: Run) -> Iterator[Finding]:
     if mismatch and (median := statistics.median(mismatch)) > _MISMATCH:
         text = "Servers and trainer disagree by this much in the mean. Old answers or other precisions cause it."
         yield Finding("warning", f"Log-probabilities differ by {median:.2g} nats", text, "the-mismatch-grows")
-    if retries := run.last("memory/alloc_retries"):
+    if retries := run.total("memory/alloc_retries"):
         text = "Each time the allocator emptied its cache. Shorter rows or more checkpointing leave more room."
         yield Finding("warning", f"GPU memory was short {_count(retries, 'time')}", text, "out-of-memory")
 
@@ -154,8 +154,9 @@ def _rollouts(run: Run) -> Iterator[Finding]:
         ("rollout/groups_late", "note", "dropped as too old", "Fewer groups ahead, or a higher age limit, waste less."),
     )
     for name, level, title, text in kinds:
-        if count := run.last(name):
-            what = "request" if name.endswith("retried") else "group"
+        of_requests = name.endswith("retried")  # groups are counted on by a resumed run
+        if count := run.total(name) if of_requests else run.last(name):
+            what = "request" if of_requests else "group"
             yield Finding(level, f"{_count(count, what)} {title}", text)
 
 

@@ -1,5 +1,6 @@
 """What a run has written into its folder."""
 
+import itertools
 import re
 import tomllib
 from collections import defaultdict
@@ -58,6 +59,11 @@ class Run:
     def last(self, name: str) -> float:
         points = self.points(name)
         return points[-1][1] if points else 0.0
+
+    def total(self, name: str) -> float:
+        """Of a count that each process of the run begins anew: 0, 2, and after a resume 0, 1 are 3."""
+        values = [value for _, value in self.points(name)]
+        return sum(value for value, after in itertools.pairwise([*values, 0.0]) if after < value)
 
     def names(self, pattern: str) -> list[str]:
         """Metrics whose whole name matches, in the order of their first line."""
