@@ -162,11 +162,12 @@ def test_four_ranks_equal_one_process(trained):
 
 
 def test_ranks_round_weights_as_one_process_does(trained):
+    """A weight midway between two values of FP8 becomes the other one by the order of a sum."""
     alone = trained("qwen2-untied", 1, ROUNDED[0])
-    assert (alone[0] - trained("qwen2-untied", 1, {})[0]).abs().max() > 10 * ROUNDING
+    assert (alone[0] - trained("qwen2-untied", 1, {})[0]).abs().max() > 5e-4
     for way in ROUNDED:
         found = trained("qwen2-untied", 2, way)
-        torch.testing.assert_close(found, alone, atol=ROUNDING, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
+        torch.testing.assert_close(found, alone, atol=1e-4, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
 def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(trained):
