@@ -339,6 +339,10 @@ SECTIONS = {
     "a section like ours": ("[trainer]\nmax_steps = 5", "max_steps is [training] steps"),
     "inside ours": ("[rollout.val_kwargs]\nn = 4", "n is [validation] samples_per_prompt"),
     "TRL: no sections": ("num_generations = 8", "num_generations outside any section", "[grpo] group_size?"),
+    "ours in two sections": (
+        "steps = 8",
+        "unknown key steps outside any section: did you mean [training] steps or [sft]",
+    ),
     "verl: a reward model": (
         "[reward_model.model]\npath = 'm'",
         "unknown section [reward_model]: did you mean [reward]?",

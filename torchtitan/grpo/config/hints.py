@@ -83,6 +83,8 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
         meant, note = _there(path) or (_similar(path, own), "")
     if meant and not unsupported_by(meant):
         return f"did you mean {shown(meant)}{note and f' ({note})'}?"
+    if not section and (same := [key.path for key in honoured_keys() if key.name == name]):
+        return f"did you mean {' or '.join(map(shown, same))}?"
     page = f"see {f'[{section}] in ' if section in sections() else ''}docs/configuration.md"
     return f"no key is like it: {note or page}"
 
