@@ -290,6 +290,10 @@ BAD_TOML = {
     "tensor-parallel embedded": ("[rollout]\nreplicas = 1\ngpus_per_server = 2", "gpus_per_server = 2", "one device"),
     "min_servers of replicas": ("[rollout]\nreplicas = 1\nmin_servers = 2", "servers, 1", "raise [rollout] replicas"),
     "key among flags": ("[rollout]\nreplicas = 1\nengine = 'vllm'\nserver_flags = ['--api-key=k']", "api_key_env"),
+    "flag and value as one": (
+        "[rollout]\nreplicas = 1\nengine = 'vllm'\nserver_flags = ['--max-num-seqs 64']",
+        '[rollout] server_flags has "--max-num-seqs" and its value as one word: write "--max-num-seqs", "..."',
+    ),
     "tp among flags": (
         "[rollout]\nreplicas = 1\nengine = 'sglang'\nserver_flags = ['--tp-size', '2']",
         '[rollout] server_flags has "--tp-size": set [rollout] gpus_per_server',

@@ -247,6 +247,9 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
         if plain in engine.own_flags:
             instead = _INSTEAD.get(plain.removeprefix("--").removesuffix("-size"), "leave it out: the run sets it")
             yield f"[rollout] server_flags has {show(name)}: {instead}"
+        elif name.startswith("--") and len(words := name.split(maxsplit=1)) > 1:
+            shown = ", ".join(map(show, [words[0], "..."]))  # a value may be a key
+            yield f"[rollout] server_flags has {show(words[0])} and its value as one word: write {shown}"
         elif flag.startswith("-") and _is_secret(name, value if assigned or behind.startswith("-") else behind):
             yield (
                 f"[rollout] server_flags has {show(name)}, which ps and files of the run would show: export the "
