@@ -474,7 +474,7 @@ DATA = {
         spoil=write("mine.py", "async def score(prompt, pass_rate): return True"),
     ),
     "no file": wrong(JSONL | {"--data.path": "no.jsonl"}, "[data] path = 'no.jsonl' is not a file"),
-    "a folder as file": wrong(JSONL | {"--data.path": "model"}, "[data] path = 'model' is not a file"),
+    "a folder as file": wrong(JSONL | {"--data.path": "model"}, "[data] path = 'model' is not a file", 'source = "hf"'),
     "empty": wrong(JSONL, "rows.jsonl has no rows", spoil=write("rows.jsonl", "\n\n")),
     "torn line": wrong(JSONL, "rows.jsonl:13 is not JSON", spoil=rows('{"question": "1+')),
     "line is no object": wrong(JSONL, "rows.jsonl:13 is a list", spoil=rows([1])),

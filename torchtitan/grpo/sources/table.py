@@ -173,7 +173,10 @@ def _jsonl(wanted: Wanted) -> DatasetRows:
     path, key = wanted.path, wanted.path_key
     if not os.path.isfile(path):
         where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
-        raise UserError(f"[data] {key} = {path!r} is not a file{where}: give a JSONL file, or set [data] source")
+        instead = "give a JSONL file, or set [data] source"
+        if os.path.isdir(path):
+            instead = 'for all files of a folder set [data] source = "hf"'
+        raise UserError(f"[data] {key} = {path!r} is not a file{where}: {instead}")
     if not os.access(path, os.R_OK):
         raise UserError(f"[data] {key} = {path!r} cannot be read: permission denied")
     with open(path, "rb") as file:
