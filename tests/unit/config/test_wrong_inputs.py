@@ -598,6 +598,9 @@ FUNCTIONS = {
         "reads the command line",
     ),
     "TRL's reward": reward("def score(completions, **kwargs): return []", "signature of TRL", "def for_grpo(answers"),
+    "reward with the prompt first": reward(
+        "def score(prompt, answer): return float(answer == '4')", "(answer, prompt)"
+    ),
     "verl's reward": reward(
         "def score(data_source, solution_str, ground_truth): return 1.0", "must take 2 arguments (answer, prompt)"
     ),

@@ -108,6 +108,8 @@ def resolve(name: str) -> RewardFunction:
     function = import_function(key, name)
     if "completions" in _parameters(function):
         raise UserError(f'{key}: "{name}" ({source(function)}) has the signature of TRL. {_AS_TRL}')
+    if _parameters(function)[:1] == ["prompt"]:  # it would compare the answer with a row, and give 0 to all
+        raise UserError(f'{key}: "{name}" ({source(function)}) has the prompt first: write (answer, prompt)')
     return load_function(key, name, "answer", "prompt")
 
 
