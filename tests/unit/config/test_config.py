@@ -269,6 +269,7 @@ BAD_TOML = {
     "url scheme": ("[rollout]\nurls = ['a:8000']", "[rollout] urls, entry 0", "write http://host:port"),
     "url port": ("[rollout]\nurls = ['http://b', 'http://a:99999']", "[rollout] urls, entry 1", "range"),
     "url query": ("[rollout]\nurls = ['http://a:1/?k=v']", "[rollout] urls, entry 0", "write http://host:port"),
+    "url of a client": ("[rollout]\nurls = ['http://a:1/v1/']", "[rollout] urls, entry 0", "leave out /v1"),
     "url fragment": ("[rollout]\nurls = ['http://a:1/#v']", "[rollout] urls, entry 0", "write http://host:port"),
     "servers": ("[rollout]\nurls = ['http://a:1']\nmin_servers = 2", "[rollout] min_servers = 2", "servers, 1"),
     "list of servers": ("[rollout]\nurls_file = '/no/such'", '[rollout] urls_file = "/no/such"', "does not exist"),

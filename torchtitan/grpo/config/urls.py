@@ -40,6 +40,8 @@ def url_problem(url: str) -> str | None:
     plain = url.isprintable() and " " not in url and not parts.query and not parts.fragment
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not plain:
         return f"{shortened(repr(url))} is no base address: write http://host:port or https://host:port"
+    if parts.path.rstrip("/").endswith("/v1"):  # an OpenAI client's: the health route is not below it
+        return f"{shortened(repr(url))} is no base address: leave out /v1"
     return None
 
 
