@@ -109,6 +109,20 @@ def test_a_save_under_way_that_fails_is_made_again(tmp_path):
     assert complete_steps(run.checkpointer.folder) == [1]
 
 
+def test_a_refused_resume_is_not_told_to_resume_by_the_same_command(tmp_path, caplog):
+    Run(tmp_path).checkpointer.save(2)
+    run = Run(tmp_path, resume=True)
+    for step, error, said in (
+        (0, UserError("other prompts"), 0),
+        (0, EngineError("no server"), 1),
+        (3, UserError(""), 1),
+    ):
+        caplog.clear()
+        with pytest.raises(type(error)):
+            run.train_until(step, error)
+        assert caplog.text.count("by the same command") == said, caplog.text
+
+
 def test_without_checkpoints_and_without_a_step_nothing_is_saved(tmp_path):
     for enable, step in ((False, 2), (True, 0)):
         run = Run(tmp_path, enable=enable, interval=20)

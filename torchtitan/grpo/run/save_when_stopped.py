@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from torchtitan.grpo.checkpoint.marker import step_of
-from torchtitan.grpo.errors import PlainError, UserErrorOfAllRanks, in_words
+from torchtitan.grpo.errors import PlainError, UserError, UserErrorOfAllRanks, in_words
 from torchtitan.grpo.process.stopping import STOPPED, Stopped, StopRequested, asks_first, stopped
 from torchtitan.grpo.run.run import Run
 from torchtitan.tools.logging import logger
@@ -72,7 +72,7 @@ def save_when_stopped(run: Run) -> Iterator[None]:
                     raise first from first.__cause__
                 failure = first
             if failure is not None:
-                _save_failed(run)
+                _save_failed(run, failure)
                 raise failure
             _save(run)
             raise stopped(STOPPED, _words(run, f"stopped at step {run.step}"))
@@ -96,7 +96,7 @@ def _save(run: Run) -> None:
             run.write_checkpoint(last=True)
 
 
-def _save_failed(run: Run) -> None:
+def _save_failed(run: Run, failure: BaseException) -> None:
     """The same for a run that failed: an error here must not hide what ended it."""
     said = logger.warning if run.is_rank0 else logger.debug
     if run.ending.trained is None:
@@ -107,6 +107,8 @@ def _save_failed(run: Run) -> None:
     except Exception as error:
         said(_words(run, f"step {run.step} is not saved ({in_words(error)})"))
     else:
+        if not run.step and isinstance(failure, UserError):
+            return  # as a resume with other data: the same command would be refused again, and the error says more
         said(_words(run, f"the run ends with an error after step {run.step}"))
 
 
