@@ -1066,3 +1066,9 @@ def test_a_colocated_run_of_more_ranks_is_read_by_fewer(tmp_path):
     (tmp_path / "config.toml").write_text("\n".join(toml_lines(config)))
     alone = load_config(["--job.config_file", str(tmp_path / "config.toml")], world_size=1)
     assert (config.rollout.replicas, alone.rollout.replicas) == (2, 1)
+
+
+def test_a_list_as_the_file_writes_it_is_no_text():
+    listed = load_config(["--model.hf_assets_path", "m", "--rollout.stop", '["</a>", "x, y"]']).rollout.stop
+    assert listed == ["</a>", "x, y"]
+    assert load_config(["--model.hf_assets_path", "m", "--rollout.stop", "[a],</b>"]).rollout.stop == ["[a]", "</b>"]
