@@ -116,7 +116,8 @@ def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothi
         before = set(server_pids(folder))
         os.kill(nodes.actors(SERVER)[0], signal.SIGKILL)
         wait_until_back(2, before)
-        assert all(line["policy/mismatch_abs"] < 1e-4 for line in steps(folder)), "no answer came from other weights"
+        mismatches = [line.get("policy/mismatch_abs", 0.0) for line in steps(folder)]  # a step may have no tokens
+        assert max(mismatches) < 1e-4, "no answer came from other weights"
         ranks = nodes.actors()
         assert len(ranks) == 2 and len(server_pids(folder)) == 2
         os.kill(ranks[1], signal.SIGSTOP)
