@@ -24,6 +24,7 @@ from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.lora import add_adapters, init_adapters, is_adapter
 from torchtitan.grpo.model.packed import make_packed
+from torchtitan.grpo.model.rounded_weights import round_weights
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import Layout
@@ -74,6 +75,8 @@ class Harness:
         load_hf_weights(self.model, self.source, folder)
         if lora:
             init_adapters(self.model, 0)
+        if fp8:
+            round_weights(self.model)
         make_packed(self.model)
         self.url, self.version = url, -1
         self.make = lambda url: make_server(engine, url, None, 60.0, 60.0, None, 1 << 20, lora)

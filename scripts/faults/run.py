@@ -35,7 +35,8 @@ PLANNED: dict[str, object] = {}
 def server(engine: str, model: Path, fault: Path, *flags: str, **planned: object) -> Iterator[str]:
     """The address of a server that has the fault that the file says."""
     if engine == "vllm":
-        flags = (*flags, *ONE_PROCESS, *(["--enforce-eager"] if PLANNED else []))
+        on_gpu = ["--enforce-eager", "--kv-cache-memory-bytes", "1000000000"]  # other processes may use its memory
+        flags = (*flags, *ONE_PROCESS, *(on_gpu if PLANNED else []))
     plugin = "sglang_lora" if engine == "sglang" and "lora_rank" in planned else ""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
