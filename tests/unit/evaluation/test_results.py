@@ -23,7 +23,8 @@ def config() -> JobConfig:
 
 
 def sample(text: str, reward: float | None, end: str = "stop") -> Sample:
-    return Sample(PROMPT, [5, 6], [-0.5, -0.5], [0, 0], end, text=text, reward=reward)
+    """Its last token is an environment's."""
+    return Sample(PROMPT, [5, 6, 7], [-0.5, -0.5, 0.0], [0, 0, 0], end, [True, True, False], text=text, reward=reward)
 
 
 def answers(name: str = "") -> HeldOutAnswers:

@@ -240,6 +240,16 @@ def test_samples_are_spread_over_groups_and_resume(run, tmp_path):
     assert [r["step"] for r in records(tmp_path / "samples.jsonl")] == [1, 1, 2, 2, 2]
 
 
+def test_an_environments_tokens_are_not_counted_as_the_answers(run, tmp_path):
+    group = group_of([1.0])
+    group[0].loss_mask = [True, False]
+    samples = SampleLog(config_of(), tmp_path, run(), tokenizer())
+    samples.log(1, [group], [[0.0]])
+    samples.close()
+    (line,) = records(tmp_path / "samples.jsonl")
+    assert line["answer_tokens"] == 1
+
+
 def test_held_out_answers_are_stored_and_those_that_a_resume_repeats_dropped(run, tmp_path):
     def log() -> SampleLog:
         return SampleLog(config_of("--metrics.samples_per_step", "0"), tmp_path, run(), tokenizer())

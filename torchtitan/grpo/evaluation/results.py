@@ -59,7 +59,7 @@ def write_answers(folder: Path, answers: HeldOutAnswers, config: JobConfig) -> N
                     "reward_failures": sample.reward_failures,
                     "right": is_right(sample, config.reward),
                     "finish_reason": sample.finish_reason,
-                    "answer_tokens": len(sample.token_ids),
+                    "answer_tokens": sample.sampled_tokens,
                 }
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 

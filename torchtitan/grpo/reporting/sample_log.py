@@ -105,7 +105,7 @@ class SampleLog:
             "rewards": sample.rewards,
             "reward_failures": sample.reward_failures,
             "finish_reason": sample.finish_reason,
-            "answer_tokens": len(sample.token_ids),
+            "answer_tokens": sample.sampled_tokens,
             "versions": [min(versions), max(versions)] if versions else [],
             "given": given_text(sample, self._tokenizer),
         }
