@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import ROOT
 from tests.helpers.checkpoint_worker import TINY, TinyTrainer, saved_at, slow_disk
 from tests.helpers.ranks import Ranks
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.grpo.checkpoint import checkpointer, parallel_writer
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.checkpoint.marker import read_marker
@@ -310,9 +311,9 @@ def test_the_export_beside_a_checkpoint_is_its_model(tmp_path):
     assert card.data.library_name == "transformers" and "after 2 steps of GRPO" in card.text
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_the_export_of_a_policy_with_rounded_weights_has_them(tmp_path, async_mode):
-    trainer = TinyTrainer(tmp_path, export_dtype="bfloat16", async_mode=async_mode)
+@pytest.mark.parametrize("async_mode, dtype", [("disabled", "bfloat16"), ("disabled", "float16"), ("async", "float16")])
+def test_the_export_of_a_policy_with_rounded_weights_has_them(tmp_path, async_mode, dtype):
+    trainer = TinyTrainer(tmp_path, export_dtype=dtype, async_mode=async_mode)
     round_weights(trainer.model)
     trainer.train_step()
     trainer.checkpointer.save(1)
@@ -320,8 +321,10 @@ def test_the_export_of_a_policy_with_rounded_weights_has_them(tmp_path, async_mo
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint" / "step-1" / "hf")
     weight = exported.model.layers[1].mlp.down_proj.weight
     exact = trainer.model.layers["1"].feed_forward.w2.weight.detach()
-    assert torch.equal(weight, rounded(exact, scale_of(exact)).bfloat16())
-    assert not torch.equal(weight, exact.bfloat16())
+    assert torch.equal(weight, rounded(exact, scale_of(exact)).to(weight.dtype))
+    assert weight.dtype == TORCH_DTYPE_MAP[dtype] and not torch.equal(weight, exact.to(weight.dtype))
+    embedding = exported.model.embed_tokens.weight
+    assert torch.equal(embedding, trainer.model.tok_embeddings.weight.to(weight.dtype))
 
 
 def test_the_optimizer_settings_of_the_configuration_hold_after_a_resume(tmp_path, caplog):

@@ -110,7 +110,7 @@ def test_what_is_exported_is_the_model_that_was_trained(family, tmp_path, one_ra
     model = build_model(source, config, ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), torch.device("cpu"), rounded=True)
     exported = gather_hf(model, source, torch.float32)
     exact = {name: weight.clone() for name, weight in exported.items()}
-    round_exported(exported, source)
+    round_exported(exported, source, torch.float32)
     changed = {name.split(".", 3)[3] for name in exact if not torch.equal(exported[name], exact[name])}
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert sorted(name.split(".")[1] for name in changed) == sorted(projections)

@@ -129,13 +129,16 @@ class Writer:
         groups are not its own."""
         together, source, dtype = self._together, self._source, TORCH_DTYPE_MAP[self._cfg.export_dtype]
         folder, dcp_folder = unfinished / name, unfinished / "dcp"
+        rounds = any(isinstance(layer, RoundedLinear) for layer in self._model.modules())
+        # What float16 holds of a weight may be rounded to another one, and what it holds of the largest sets the scale.
+        read_as = torch.float32 if rounds and dtype == torch.float16 else dtype
 
         def gather() -> dict[str, torch.Tensor]:
-            return gather_adapter(self._model) if name == "adapter" else gather_hf(self._model, source, dtype)
+            return gather_adapter(self._model) if name == "adapter" else gather_hf(self._model, source, read_as)
 
         def read() -> dict[str, torch.Tensor]:
             model = taken.states["model"]
-            return read_full(dcp_folder, model) if name == "adapter" else read_hf(dcp_folder, model, source, dtype)
+            return read_full(dcp_folder, model) if name == "adapter" else read_hf(dcp_folder, model, source, read_as)
 
         def write(full: dict[str, torch.Tensor] | None) -> None:
             if together.rank == 0:
@@ -143,8 +146,8 @@ class Writer:
                 if name == "adapter":
                     write_adapter(full, source, folder, dtype)
                 else:
-                    if any(isinstance(layer, RoundedLinear) for layer in self._model.modules()):
-                        round_exported(full, source)
+                    if rounds:
+                        round_exported(full, source, dtype)
                     write_hf(full, source, folder, self._tokenizer)
 
         full = None if taken.on_host else together.collectively(f"gathering for {folder}", gather)

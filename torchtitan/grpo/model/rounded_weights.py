@@ -83,8 +83,11 @@ def round_weights(model: nn.Module) -> None:
             layer.fused = [linear[other] for other in sorted(beside & linear.keys())]
 
 
-def round_exported(tensors: dict[str, Tensor], source: ModelSource) -> None:
-    """Round the weights of a whole model, by Hugging Face name, in place: so rounded they were trained."""
+def round_exported(tensors: dict[str, Tensor], source: ModelSource, dtype: torch.dtype) -> None:
+    """Round the weights of a whole model, by Hugging Face name, as they were trained; cast all to `dtype`. In place.
+
+    float16 holds the rounded ones to 3e-8, and servers that round these again have the trained weights.
+    """
     with torch.device("meta"):
         model = source.build()
     round_weights(model)
@@ -95,3 +98,5 @@ def round_exported(tensors: dict[str, Tensor], source: ModelSource) -> None:
             group = {names[other]: tensors[names[other]] for other in layer.fused}
             scale = scale_of(*group.values())
             tensors |= {name: rounded(weight, scale) for name, weight in group.items()}
+    for name, weight in tensors.items():
+        tensors[name] = weight.to(dtype)
