@@ -602,7 +602,17 @@ FUNCTIONS = {
         "def score(prompt, answer): return float(answer == '4')", "(answer, prompt)"
     ),
     "verl's reward": reward(
-        "def score(data_source, solution_str, ground_truth): return 1.0", "must take 2 arguments (answer, prompt)"
+        "def score(data_source, solution_str, ground_truth, extra_info=None): return 1.0",
+        "signature of verl",
+        "data_source=prompt.source, solution_str=answer, ground_truth=prompt.answer, extra_info=prompt.columns",
+    ),
+    "verl's reward with two arguments": reward(
+        "def score(solution_str, ground_truth, method='strict'): return float(solution_str == ground_truth)",
+        "signature of verl",
+        "def for_grpo(answer, prompt):\n        return verl_function(solution_str=answer, ground_truth=prompt.answer)",
+    ),
+    "reward with the reference second": reward(
+        "def score(answer, solution): return float(answer == solution)", "has 'solution' second", "prompt.answer"
     ),
     "reward in Python's own module": flag(
         "--reward.functions", "json:score", 'json/__init__.py has no function "score"'

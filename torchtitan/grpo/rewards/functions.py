@@ -106,17 +106,36 @@ def resolve(name: str) -> RewardFunction:
     if name.startswith("__main__:"):
         raise UserError(f'{key}: "{name}": move the function to a module that worker processes can import')
     function = import_function(key, name)
-    if "completions" in _parameters(function):
-        raise UserError(f'{key}: "{name}" ({source(function)}) has the signature of TRL. {_AS_TRL}')
-    if _parameters(function)[:1] == ["prompt"]:  # it would compare the answer with a row, and give 0 to all
-        raise UserError(f'{key}: "{name}" ({source(function)}) has the prompt first: write (answer, prompt)')
+    names, found = _parameters(function), f'{key}: "{name}" ({source(function)})'
+    if "completions" in names:
+        raise UserError(f"{found} has the signature of TRL. {_AROUND}{_AS_TRL}")
+    if _OF_VERL.keys() & names[:2]:
+        given = ", ".join(f"{parameter}={_OF_VERL[parameter]}" for parameter in names if parameter in _OF_VERL)
+        raise UserError(f"{found} has the signature of verl. {_AROUND}{_AS_VERL.format(given)}")
+    if names[:1] == ["prompt"]:  # it would compare the answer with a row, and give 0 to all
+        raise UserError(f"{found} has the prompt first: write (answer, prompt)")
+    if _REFERENCES & set(names[1:2]):  # so would this one
+        raise UserError(f"{found} has {names[1]!r} second: write (answer, prompt), and prompt.answer for the reference")
     return load_function(key, name, "answer", "prompt")
 
 
-_AS_TRL = """Name a function that calls it with what it expects, for example:
+_AROUND = "Name a function that calls it with what it expects, for example:"
+_AS_TRL = """
     def for_grpo(answers, prompt):
         columns = {name: [value] * len(answers) for name, value in prompt.columns.items()}
         return trl_function(prompts=[prompt.text] * len(answers), completions=answers, **columns)"""
+_AS_VERL = """
+    def for_grpo(answer, prompt):
+        return verl_function({})"""
+_OF_VERL = {
+    "data_source": "prompt.source",
+    "solution_str": "answer",
+    "ground_truth": "prompt.answer",
+    "extra_info": "prompt.columns",
+}
+"""Parameters of verl's functions, and what they stand for here. Some take only the answer and its reference."""
+_REFERENCES = {"answer", "reference", "reference_answer", "solution", "target", "gold", "label", "expected"}
+"""Second parameters that are no row."""
 
 
 def takes_group(function: RewardFunction) -> bool:

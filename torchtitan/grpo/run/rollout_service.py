@@ -29,7 +29,7 @@ from torchtitan.grpo.config.values import from_values
 from torchtitan.grpo.data.overview import overview
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.tokenizer import load_tokenizer
-from torchtitan.grpo.errors import in_words, text_of
+from torchtitan.grpo.errors import PlainError, in_words, text_of
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.process.channel import Channel, ChannelClosed
 from torchtitan.grpo.process.log_lines import init_log_lines
@@ -124,7 +124,8 @@ class Service:
         kinds, trace = [kind.__name__ for kind in type(error).__mro__], ""
         with suppress(Exception):  # it reads attributes of foreign errors
             trace = "".join(traceback.format_exception(error))
-        self.channel.send([number, "error", kinds, in_words(error), trace])
+        words = text_of(error) if isinstance(error, PlainError) else in_words(error)  # it may hold lines of Python
+        self.channel.send([number, "error", kinds, words, trace])
 
     def _read(self) -> None:
         try:
