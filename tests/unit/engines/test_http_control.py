@@ -94,6 +94,15 @@ def test_the_error_of_an_unhealthy_server_says_what_to_do(listens, hint):
             VllmControl(url).wait_healthy(0.5)
 
 
+def test_an_https_address_of_a_server_without_tls_is_named_at_once(url, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Proxy, "send_header", lambda self, *_: sent.append(self.headers.get("Authorization")))
+    secure = url.replace("http", "https")
+    with pytest.raises(UserError, match=f"{secure}: the server speaks plain HTTP: write {url}$"):
+        VllmControl(secure, "secret").wait_healthy(60)
+    assert set(sent) == {None}, "its API key crosses no network in the clear"
+
+
 def test_a_busy_server_and_one_that_is_gone_are_different_errors():
     """Weight sync gives the first another chance."""
     with socket.socket() as taken:

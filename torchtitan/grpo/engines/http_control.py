@@ -78,7 +78,8 @@ class HttpControl:
             process: The server's, if known. Its exit ends the wait.
 
         Raises:
-            UserError: The server is not healthy within `timeout_s`, or asks for another API key.
+            UserError: The server is not healthy within `timeout_s`, asks for another API key, or speaks plain HTTP at
+                an https:// address.
             ServerError: The process has ended.
         """
         started = time.monotonic()
@@ -88,6 +89,9 @@ class HttpControl:
                 raise ServerError(f"{self.url}: the server's process ended with exit status {process.returncode}")
             try:
                 reply = self._send("GET", self.health_path, min(_HEALTH_REQUEST_S, timeout_s))
+            except urllib3.exceptions.SSLError as error:
+                self._check_scheme()
+                seen = f"SSLError: {error}"
             except urllib3.exceptions.HTTPError as error:
                 seen = type(error).__name__
             else:
@@ -364,6 +368,17 @@ class HttpControl:
     def _check_key(self, status: int, path: str) -> None:
         if status == 401:
             raise UserError(f"{self.url}: HTTP 401 on {path}: {key_hint('Authorization' in self._headers)}")
+
+    def _check_scheme(self) -> None:
+        """After TLS failed: waiting will not help if the server speaks plain HTTP. It gets no API key so."""
+        plain = self.url.replace("https", "http", 1)
+        timeout = urllib3.Timeout(total=_HEALTH_REQUEST_S)
+        try:
+            reply = pool_of(plain).urlopen("GET", self._path + self.health_path, timeout=timeout)
+        except urllib3.exceptions.HTTPError:
+            return
+        if reply.status != 400:  # which servers of TLS answer
+            raise UserError(f"{self.url}: the server speaks plain HTTP: write {plain}")
 
     def _explain(self, status: int, phase: str, path: str, said: str) -> None:
         """Raise a UserError if the user can fix what the server reported."""
