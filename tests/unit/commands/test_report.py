@@ -167,6 +167,14 @@ def test_what_a_process_counts_is_summed_over_resumes(name, title):
     assert title in [one.title for one in findings(run)]
 
 
+def test_a_filter_of_long_answers_is_named_where_nothing_was_learned():
+    silent = run_of(
+        [step_line(step, **{"train/answer_tokens": 0.0}) for step in (1, 2)], **{"grpo.overlong_filter": True}
+    )
+    (found,) = [one for one in findings(silent) if "signal" in one.title]
+    assert "among the answers that [grpo] overlong_filter keeps" in found.text
+
+
 def test_rewards_that_are_equal_after_a_length_penalty_are_no_signal():
     penalty = {"grpo.overlong_buffer_tokens": 4, "grpo.overlong_penalty": 1.0}
     equal = run_of([step_line(step, **{"reward/zero_variance_fraction": 1.0}) for step in (1, 2, 3)], **penalty)

@@ -57,6 +57,11 @@ def test_warnings_stand_before_the_verdict(caplog):
             True,
             "  no signal (75% of groups have equal rewards)",
         ),
+        (
+            {"reward/zero_variance_fraction": 0.75, "rollout/truncated_fraction": 1.0, "train/answer_tokens": 0.0},
+            False,
+            "  no signal (75% of groups have equal rewards, 100% of answers hit the limit)",
+        ),
         ({"train/answer_tokens": 0.0}, False, "  no signal"),
         ({}, False, ""),
     ],

@@ -51,9 +51,12 @@ def step_warnings(values: dict[str, float], other_signal: bool = False) -> str:
     found = ""
     if failures := values.get("reward/failures"):
         found += f"  {failures:.0f} scores failed"
-    equal = values.get("reward/zero_variance_fraction")
+    equal, cut = values.get("reward/zero_variance_fraction"), values.get("rollout/truncated_fraction")
     if values.get("train/answer_tokens") == 0 or (equal == 1 and not other_signal):
-        found += "  no signal" if equal is None else f"  no signal ({equal:.0%} of groups have equal rewards)"
+        why = [] if equal is None else [f"{equal:.0%} of groups have equal rewards"]
+        if cut and equal != 1:  # by [grpo] overlong_filter the others may be left out
+            why.append(f"{cut:.0%} of answers hit the limit")
+        found += "  no signal" + (f" ({', '.join(why)})" if why else "")
     return found
 
 

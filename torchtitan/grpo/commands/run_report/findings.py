@@ -106,7 +106,8 @@ def _signal(run: Run) -> Iterator[Finding]:
     equal = {step for step, share in zero if share >= 1}
     silent = sorted(equal | {step for step, tokens in run.points("train/answer_tokens") if tokens == 0})
     if silent:
-        text = f"No group's rewards differed, so nothing was learned: {_listed(silent)}."
+        left_out = " among the answers that [grpo] overlong_filter keeps" * bool(values.get("grpo.overlong_filter"))
+        text = f"No group's rewards differed{left_out}, so nothing was learned: {_listed(silent)}."
         yield Finding("warning", f"{_count(len(silent), 'step')} without a signal", text, "all-groups-are-equal")
     recent = [share for _, share in zero[-max(1, len(zero) // 10) :]]
     if recent and (share := statistics.fmean(recent)) > 0.5:
