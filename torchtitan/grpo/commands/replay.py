@@ -162,8 +162,10 @@ def timing(metrics: Path, after: int) -> str:
 def main(arguments: Namespace) -> int:
     """
     Raises:
-        UserError: A flag asks for no run.
+        UserError: There is no such folder, or a flag asks for no run.
     """
+    if not arguments.run.is_dir():  # a flag's value is taken for it if it is left out
+        raise UserError(f"torchtitan-grpo replay: {arguments.run} is no folder: name that of a recorded run first")
     asked, flags = take_dry_run(arguments.flags)
     if asked is not None:
         raise UserError(
