@@ -104,9 +104,10 @@ def test_a_full_reward_counts_the_functions_of_the_prompt():
     assert full_reward(PROMPT, Reward(functions=[])) == 1.0
 
 
-@pytest.mark.parametrize(("weight", "sign", "right"), [(0.5, -1, 0.0), (-0.5, 1, 1.0)])
-def test_no_answer_is_right_by_a_penalty_with_a_positive_weight(weight, sign, right):
-    reward = Reward(functions=["exact_match", f"my:too_long_{sign}"], weights=[1.0, weight])
-    group = [sample("2", 1.0 + weight * sign * short) for short in (1.0, 0.0)]
-    answers = HeldOutAnswers(HeldOut("", [], 2, 1.0, 8), [group], [group])
+@pytest.mark.parametrize(("weight", "sign", "right"), [(0.5, -1, 0.0), (-0.5, 1, 0.5), (-1.0, 1, 0.5)])
+def test_a_penalty_with_a_negative_weight_makes_no_answer_right_or_wrong(weight, sign, right):
+    reward = Reward(functions=["exact_match", "my:too_long"], weights=[1.0, weight])
+    scores = [{"exact_match": match, "my:too_long": sign * long} for match in (1.0, 0.0) for long in (1.0, 0.0)]
+    group = [replace(sample("2", each["exact_match"] + weight * each["my:too_long"]), rewards=each) for each in scores]
+    answers = HeldOutAnswers(HeldOut("", [], 4, 1.0, 8), [group], [group])
     assert estimates(answers, reward)["pass_at_1"].mean == right

@@ -94,16 +94,22 @@ def final_answer(sample: Sample, reward: Reward) -> str | None:
 
 
 def is_right(sample: Sample, reward: Reward) -> bool:
-    """Whether an answer has the full reward: 1 from each function that scores it, times the weights."""
-    return sample.reward is not None and sample.reward >= full_reward(sample.prompt, reward) - _TOLERANCE
+    """Whether an answer has the full reward: 1 from each function that scores it, times the weights. Penalties, whose
+    weights are negative, make none right or wrong."""
+    weights = _weights(sample.prompt, reward)
+    penalty = sum(weights[name] * score for name, score in sample.rewards.items() if weights.get(name, 0.0) < 0)
+    return sample.reward is not None and sample.reward - penalty >= full_reward(sample.prompt, reward) - _TOLERANCE
 
 
 def full_reward(prompt: Prompt, reward: Reward) -> float:
-    """The sum of the weights of the functions that score a prompt's answers; 1 if there are none.
+    """The sum of the weights of the functions that score a prompt's answers, without penalties; 1 if there are none.
 
     An environment that gives rewards should give 1 to a right answer.
     """
-    if not reward.functions:
-        return 1.0
+    return sum(max(weight, 0.0) for weight in _weights(prompt, reward).values()) if reward.functions else 1.0
+
+
+def _weights(prompt: Prompt, reward: Reward) -> dict[str, float]:
+    """Of the functions that score a prompt's answers."""
     weights = dict(zip(reward.functions, reward.weights or [1.0] * len(reward.functions), strict=True))
-    return sum(weights[name] for name in prompt.functions or reward.functions)
+    return {name: weights[name] for name in prompt.functions or reward.functions}
