@@ -755,7 +755,7 @@ def test_an_environment_that_blocks_is_named_and_does_not_keep_the_end(make_coll
     of_sets = {"b": GuardedEnvironment(blocking, "tests:blocking", key=table)} if of_a_set else {}
     collector = make_collector(environment=single_turn if of_a_set else blocking, of_sets=of_sets)
     monkeypatch.setattr("torchtitan.grpo.rollouts.collector.BLOCKED_S", 0.3)
-    monkeypatch.setattr("torchtitan.grpo.rollouts.collector.CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("torchtitan.grpo.process.event_loop.CLOSE_TIMEOUT_S", 0.3)
     who = f"{table} = 'tests:blocking'" if of_a_set else "[rollout] environment = 'tests:rollout'"
     with pytest.raises(UserError, match=rf"^{re.escape(who)} has blocked the event loop .* 0.3 s: await slow calls"):
         collector.collect(prompts_of(1), PARAMS, "t", held_out="b")

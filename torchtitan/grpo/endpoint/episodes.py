@@ -16,6 +16,7 @@ from torchtitan.grpo.data.samples import REWARD_MAX, Prompt, Sample
 from torchtitan.grpo.endpoint.requests import converted
 from torchtitan.grpo.endpoint.sessions import Session
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.event_loop import all_of
 from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
 
 logger = logging.getLogger(__name__)
@@ -88,13 +89,8 @@ class Episodes:
             UserError: No harness asks for them.
         """
         client.waits()
-        tasks = [asyncio.create_task(self._episode(client, prompt)) for _ in range(client.params.n)]
-        try:
-            return [sample for samples in await asyncio.gather(*tasks) for sample in samples]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        episodes = [self._episode(client, prompt) for _ in range(client.params.n)]
+        return [sample for own in await all_of(episodes) for sample in own]
 
     async def next(self, wait_s: float) -> Episode | None:
         """The next episode for a harness; None if there is none within `wait_s`, or if the run ends."""

@@ -4,7 +4,6 @@
     verifiers_v1.py  `verifiers:NAME`: tasksets, harnesses and rubrics of the package `verifiers`
     verifiers_client.py  its model: a client of its interception server that asks the run's servers
     in_process.py    a harness for it: chat and tools without a process
-    loop_thread.py   `LoopThread`: verifiers' own event loop, whose code may block
     openenv.py       `openenv:URL`: reset and step over the WebSocket of an OpenEnv server
     calculator.py    the model may call a calculator, whose results are masked out of the loss
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.endpoint.chat import Chat
-from torchtitan.grpo.environments.loop_thread import LoopThread
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.event_loop import CLOSE_TIMEOUT_S, LoopThread
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.guarded_environment import innermost
 
@@ -53,7 +53,6 @@ except ModuleNotFoundError as missing:
 
 START_TIMEOUT_S = 120.0
 """Longest wait for the tools that all conversations share."""
-CLOSE_TIMEOUT_S = 10.0
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 # verifiers finds a harness as a module of this package.

@@ -6,6 +6,7 @@
     channel.py           messages and large bytes between two processes of a machine
     stopping.py          signals and errors: a process ends in bounded time
     random_numbers.py    Python's and NumPy's own generators
+    event_loop.py        an event loop on a thread of its own
     stacks.py            where every thread is
     log_lines.py         how a line of the log looks
     disk_full.py         a full disk in one line

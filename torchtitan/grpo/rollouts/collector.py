@@ -17,8 +17,9 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.event_loop import LoopThread, all_of, cancel_others
 from torchtitan.grpo.process.random_numbers import prompt_seed, seeded_apart
-from torchtitan.grpo.process.stopping import StopRequested, run_loop
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
@@ -28,7 +29,6 @@ from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 T = TypeVar("T")
 
 SCORING_THREADS = 16
-CLOSE_TIMEOUT_S = 10.0
 BLOCKED_S = 60.0
 """Longest time that anything may block the event loop."""
 _TASKS_SHOWN = 8
@@ -101,13 +101,12 @@ class Collector:
         self._listeners: list[Callable[[], None]] = []
         self.to_close: list[Callable[[], Awaitable[None]]] = []
         """Called on the event loop when it ends."""
-        self._loop = asyncio.new_event_loop()
-        self._abandoned = self._given_up = False
+        self._given_up = False
         self._collecting: set[asyncio.Task] = set()
+        self._thread = LoopThread("collector")
+        self._loop = self._thread.loop
         self.router = Router(fleet, max_concurrent_requests, request_timeout_s, self._loop)
         self._scoring = concurrent.futures.ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
-        self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="collector", daemon=True)
-        self._thread.start()
         fleet.add_listener(self._on_fleet_change)
 
     # ------------------------------------------------------------------------------------------- from any thread
@@ -206,18 +205,10 @@ class Collector:
 
     def close(self) -> None:
         """Cancel requests in flight and close the connections. Bounded."""
-        if self._loop.is_closed() or self._abandoned:
-            return
         try:
-            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(CLOSE_TIMEOUT_S)
-        except TimeoutError:
-            self._abandoned = True
-            return  # an environment blocks the loop: its thread ends with the process
+            self._thread.close(self._shut_down)
         finally:
             self._scoring.shutdown(wait=False, cancel_futures=True)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        self._loop.close()
 
     # ------------------------------------------------------------------------------------------ on the event loop
 
@@ -279,7 +270,7 @@ class Collector:
         if any(server.engine is None or server.engine.repeats_in_flight for server in self.fleet.servers):
             return [await self._collect_apart(ask) if alone else await self._collect(ask) for ask in asks]
         # Each cohort takes its places before any is occupied: several would take the same ones.
-        return await _all_of([self._collect(ask, cohort=len(asks) == 1) for ask in asks])
+        return await all_of([self._collect(ask, cohort=len(asks) == 1) for ask in asks])
 
     async def _collect_apart(self, ask: Ask) -> list[Group]:
         with seeded_apart((prompt_seed(ask.params.seed or 0, ask.tag, 0, 0) or 0) % 2**32):
@@ -309,7 +300,7 @@ class Collector:
             seen[prompt.index] += 1
             group = self._timed_group(prompt, own, f"{tag}-{i:06d}-{nonce}", min_version, cohorts[i], environment)
             groups.append(group)
-        return await _all_of(groups)
+        return await all_of(groups)
 
     async def _timed_group(
         self,
@@ -360,31 +351,10 @@ class Collector:
     async def _shut_down(self) -> None:
         if self.endpoint is not None:
             await self.endpoint.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_others()
         await self.router.close()
         for close in self.to_close:
             await close()
-
-
-async def _all_of(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results. As soon as one fails, the others are cancelled, and its error is raised."""
-    if not coroutines:
-        return []
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        ended = [task for task in tasks if task.done() and not task.cancelled()]
-        errors = [error for task in ended if (error := task.exception())]
-        if errors:
-            raise errors[0]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [task.result() for task in tasks]
 
 
 def _awaits(task: asyncio.Task) -> str:

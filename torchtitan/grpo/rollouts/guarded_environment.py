@@ -16,6 +16,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
 from torchtitan.grpo.errors import UserError, renamed, said
+from torchtitan.grpo.process.event_loop import all_of
 from torchtitan.grpo.process.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.group_call import GroupCall
@@ -70,16 +71,8 @@ class GuardedEnvironment:
         if not self._per_sample:
             return await self._run(client(params, "", call), prompt, call)
         timeout_s = call.unlimited()
-        tasks = [
-            asyncio.create_task(self._sample(number, client, prompt, params, call, timeout_s))
-            for number in range(params.n)
-        ]
-        try:
-            return [sample for parts in await asyncio.gather(*tasks) for sample in parts]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        samples = [self._sample(number, client, prompt, params, call, timeout_s) for number in range(params.n)]
+        return [sample for own in await all_of(samples) for sample in own]
 
     async def _sample(
         self,
