@@ -38,7 +38,7 @@ A run is a TOML file, and flags that override it:
 
 COMING_FROM_HEAD = """# Coming from TRL, verl, prime-rl or NeMo-RL
 
-<!-- scripts/make_config_docs.py writes this from scripts/coming_from.toml and config/other_trainers.py. -->
+<!-- scripts/make_config_docs.py writes this from scripts/coming_from.toml and config/other_trainers.toml. -->
 
 Write your names into the TOML file or on the command line. The message that refuses them has the key for each, or says
 why there is none.

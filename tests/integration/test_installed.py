@@ -97,9 +97,10 @@ def test_the_wheel_holds_the_project_and_nothing_of_upstream(wheel: Path) -> Non
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "torchtitan" / "grpo").rglob("*.py")}
     scripts = {"grpo_train.py", "sft_train.py", "torchtitan_overlay.py"}
+    names_there = {"torchtitan/grpo/config/other_trainers.toml"}
     page = {f"torchtitan/grpo/commands/run_report/page.{kind}" for kind in ("css", "js")}
     recipes = {f"torchtitan/grpo/recipes/{path.relative_to(CONFIGS)}" for path in CONFIGS.rglob("*.*")}
-    assert names == ours | scripts | page | {name for name in recipes if "__pycache__" not in name}
+    assert names == ours | scripts | names_there | page | {name for name in recipes if "__pycache__" not in name}
 
 
 def test_upstream_s_package_is_left_alone_if_it_comes_first(site: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torchtitan.grpo.config.unsupported import honoured_keys, unsupported_by
 from torchtitan.grpo.errors import UserError
 
 NONE = ""
-# What their documentation says they do, which other_trainers.py names.
+# What their documentation says they do, which other_trainers.toml names.
 TRL = {
     "activation_offloading": "activation_checkpoint.offload",
     "beta": "grpo.kl_coef",

@@ -9,8 +9,8 @@
     load.py             reads file and flags, merges, and runs every check
       hints.py          what an unknown key may mean
         earlier.py      keys of earlier versions
-        other_trainers.py
-                        the names of TRL, verl, prime-rl and OpenRLHF
+        other_trainers.py, other_trainers.toml
+                        the names of TRL, verl, prime-rl, NeMo-RL and OpenRLHF
       contradictions.py what keys must satisfy together
         data_contradictions.py, server_contradictions.py, distill_contradictions.py
                         of data and rewards; of servers and weight sync (urls.py: one address); of teachers
