@@ -98,7 +98,7 @@ def test_the_wheel_holds_the_project_and_nothing_of_upstream(wheel: Path) -> Non
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "torchtitan" / "grpo").rglob("*.py")}
     scripts = {"grpo_train.py", "sft_train.py", "torchtitan_overlay.py"}
     names_there = {"torchtitan/grpo/config/other_trainers.toml"}
-    page = {f"torchtitan/grpo/commands/run_report/page.{kind}" for kind in ("css", "js")}
+    page = {f"torchtitan/grpo/commands/run_report/page.{kind}" for kind in ("html", "css", "js")}
     recipes = {f"torchtitan/grpo/recipes/{path.relative_to(CONFIGS)}" for path in CONFIGS.rglob("*.*")}
     assert names == ours | scripts | names_there | page | {name for name in recipes if "__pycache__" not in name}
 
