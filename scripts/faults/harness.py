@@ -29,7 +29,7 @@ from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.policy.rows import PackedSample
-from torchtitan.grpo.policy.sums import server_sums, surprise_sums
+from torchtitan.grpo.policy.sums import by_server, server_values, surprise_values
 from torchtitan.grpo.rollouts.questions import ask
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.run.explanation import Explanation
@@ -210,9 +210,8 @@ class Harness:
         total: dict[str, Any] = {}
         for row in (Microbatch.of(row, CPU) for row in rows):
             logprobs, entropy = self.model(row, 1.0)[:2]
-            of_servers = torch.ones_like(logprobs), row.ages, int(self.in_flight), row.servers, 1
-            own = server_sums(logprobs, row.sampler_logprobs, *of_servers)
-            own |= surprise_sums(logprobs, entropy, *of_servers)
+            values = server_values(logprobs, row.sampler_logprobs) | surprise_values(logprobs, entropy)
+            own = by_server(values, torch.ones_like(logprobs), row.ages, int(self.in_flight), row.servers, 1)
             total = {name: total.get(name, 0) + value for name, value in own.items()}
         return {name: value.tolist() for name, value in total.items()}
 

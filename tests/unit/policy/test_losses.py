@@ -20,7 +20,7 @@ from torchtitan.grpo.policy.losses import (
     policy_loss,
     row_loss,
 )
-from torchtitan.grpo.policy.sums import age_sums, mismatch_sums, server_sums, surprise_sums
+from torchtitan.grpo.policy.sums import age_sums, by_server, mismatch_sums, server_values, surprise_values
 
 LENGTHS = [3, 1, 6, 2]
 COUNTED = [True, True, True, True]
@@ -619,7 +619,7 @@ def test_server_sums_by_loops():
     servers = torch.tensor([1, 1, 3, 0, 3, 3, 1, 0, 1, 3, 3, 1])
     ages = torch.tensor([0, 1, 1, 0, 0, 2, 0, 1, -1, 0, 0, 0])  # -1 counts as 0, 2 as 1
     weights = weights_of(LENGTHS, counted=[True, True, True, False])  # the last two tokens do not count
-    sums = server_sums(trainer, sampler, weights, ages, 1, servers, 3)
+    sums = by_server(server_values(trainer, sampler), weights, ages, 1, servers, 3)
     expected = [
         [(trainer[t] - sampler[t]).abs().item() for t in range(10) if servers[t] == s and (ages[t] > 0) == age]
         for s in (1, 2, 3)
@@ -637,7 +637,7 @@ def test_server_sums_by_loops():
     assert sums["server_bounded_sum"].tolist() == pytest.approx([sum(map(abs, values)) for values in bounded])
     assert any(abs(value) > 0.1 for values in excess for value in values)
     assert all(values.dtype == torch.float64 and not values.requires_grad for values in sums.values())
-    none = server_sums(trainer[:0], sampler[:0], weights[:0], ages[:0], 0, servers[:0], 2)
+    none = by_server(server_values(trainer[:0], sampler[:0]), weights[:0], ages[:0], 0, servers[:0], 2)
     assert [values.tolist() for values in none.values()] == [[0, 0]] * 4
 
 
@@ -652,7 +652,8 @@ def test_surprise_of_tokens_that_are_drawn_and_of_those_that_are_cut():
     means, errors = [], []
     for number, token in enumerate(tokens, 1):
         servers = torch.full((n,), number)
-        sums = surprise_sums(logprobs.gather(-1, token)[:, 0], entropy, weights, ages, 0, servers, 2)
+        values = surprise_values(logprobs.gather(-1, token)[:, 0], entropy)
+        sums = by_server(values, weights, ages, 0, servers, 2)
         count, of_entropy, surprise, squared = (values[number - 1].item() for values in sums.values())
         assert count == n and of_entropy == pytest.approx(entropy.sum().item(), rel=1e-5)
         assert [values[2 - number].item() for values in sums.values()] == [0] * 4

@@ -11,7 +11,7 @@ from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.policy.sums import surprise_sums
+from torchtitan.grpo.policy.sums import by_server, surprise_values
 from torchtitan.grpo.rollouts.sampler_check import ONE_SIDED, TOKENS_MIN, SamplerCheck
 
 A, B, C = "http://a:8000", "http://b:8000", "http://c:8000"
@@ -32,7 +32,7 @@ def config_of(max_age: int = 0, kv_kept: bool = False) -> JobConfig:
 
 
 def sums(**means: float | tuple[float, int] | list) -> tuple[list[str], dict[str, list[float]]]:
-    """Each server's mean or (mean, tokens), or a list of these by age, as `sums.server_sums` over all ranks."""
+    """Each server's mean or (mean, tokens), or a list of these by age, as `sums.by_server` over all ranks."""
     by_age = [value if isinstance(value, list) else [value] for value in means.values()]
     pairs = [value if isinstance(value, tuple) else (value, TOKENS_MIN) for values in by_age for value in values]
     totals = [mean * n for mean, n in pairs]
@@ -270,9 +270,9 @@ def test_draws_from_an_almost_certain_policy_are_never_accused():
             for _ in range(30):
                 tokens = torch.multinomial(odds, n, replacement=True, generator=generator)
                 ones, zeros = torch.ones(n), torch.zeros(n, dtype=torch.int64)
-                own = surprise_sums(logprobs[tokens], entropy.expand(n), ones, zeros, 0, zeros + 1, 1)
-                servers, by_server = sums(a=0.0)
-                check.after_step(servers, by_server | {name: value.tolist() for name, value in own.items()})
+                own = by_server(surprise_values(logprobs[tokens], entropy.expand(n)), ones, zeros, 0, zeros + 1, 1)
+                servers, of_servers = sums(a=0.0)
+                check.after_step(servers, of_servers | {name: value.tolist() for name, value in own.items()})
 
 
 @pytest.mark.parametrize(

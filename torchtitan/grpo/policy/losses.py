@@ -18,7 +18,7 @@ from torchtitan.grpo.policy.advantages import check_baseline
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.ratios import k3, ratio_of
 from torchtitan.grpo.policy.score_centering import expected_score
-from torchtitan.grpo.policy.sums import age_sums, mismatch_sums, server_sums, surprise_sums
+from torchtitan.grpo.policy.sums import age_sums, by_server, mismatch_sums, server_values, surprise_values
 from torchtitan.grpo.policy.teacher_loss import teacher_sums, top_k_kl
 from torchtitan.grpo.process.import_path import load_function, trial
 
@@ -364,10 +364,10 @@ def row_loss(
     if max_age:
         sums |= age_sums(*tokens, row.ages, max_age, clipped)
     if num_servers:
-        of_servers = row.weights, row.ages, max_age, row.servers, num_servers
-        sums |= server_sums(trainer_logprobs, row.sampler_logprobs, *of_servers)
+        values = server_values(trainer_logprobs, row.sampler_logprobs)
         if not has_moved:
-            sums |= surprise_sums(logprobs, entropy, *of_servers)
+            values |= surprise_values(logprobs, entropy)
+        sums |= by_server(values, row.weights, row.ages, max_age, row.servers, num_servers)
     return loss, sums
 
 

@@ -61,47 +61,25 @@ def age_sums(
     return dict(zip(values, sums, strict=True))
 
 
-def server_sums(
-    trainer_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    weights: Tensor,
-    ages: Tensor,
-    max_age: int,
-    servers: Tensor,
-    num_servers: int,
-) -> dict[str, Tensor]:
-    """Difference between each server and the trainer: detached sums over tokens with a weight.
+def server_values(trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
+    """Difference between sampler and trainer, for `by_server`: detached, float64 [T].
 
     Returns:
-        `server_tokens`, `server_mismatch_abs_sum` of the absolute difference of log-probabilities, and of at most BOUND
-        of it: `server_bounded_sum`, and `server_excess_sum` of sampler - trainer. All are float64
-        [num_servers * (max_age + 1)]: the first server's ages, then the second's.
-
-    Args:
-        ages: int64, from `Microbatch.ages`, clamped to 0..max_age.
-        servers: int64, from `Microbatch.servers`: 1 to num_servers, or 0 for a token that enters no sum.
+        Ones as `server_tokens`, `server_mismatch_abs_sum` of the absolute difference of log-probabilities, and of at
+        most BOUND of it: `server_bounded_sum`, and `server_excess_sum` of sampler - trainer.
     """
     excess = (sampler_logprobs - trainer_logprobs).detach().double()
     bounded = excess.clamp(-BOUND, BOUND)
-    values = {
+    return {
         "server_tokens": torch.ones_like(excess),
         "server_mismatch_abs_sum": excess.abs(),
         "server_bounded_sum": bounded.abs(),
         "server_excess_sum": bounded,
     }
-    return _by_server(values, weights, ages, max_age, servers, num_servers)
 
 
-def surprise_sums(
-    logprobs: Tensor,
-    entropy: Tensor,
-    weights: Tensor,
-    ages: Tensor,
-    max_age: int,
-    servers: Tensor,
-    num_servers: int,
-) -> dict[str, Tensor]:
-    """Whether tokens are drawn from the policy: sums as those of `server_sums`, whose other arguments they share.
+def surprise_values(logprobs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+    """Whether tokens are drawn from the policy, for `by_server`: detached, float64 [T].
 
     A token's surprise is `-logprobs - entropy`. Its mean is 0 if the token is drawn from the policy of both, whatever
     came before. It is negative if only a part of the vocabulary could be drawn, or at a lower temperature.
@@ -111,18 +89,24 @@ def surprise_sums(
     """
     entropy = entropy.detach().double()
     surprise = -logprobs.detach().double() - entropy
-    values = {
+    return {
         "server_drawn_tokens": torch.ones_like(surprise),
         "server_entropy_sum": entropy,
         "server_surprise_sum": surprise,
         "server_surprise_squared_sum": surprise.square(),
     }
-    return _by_server(values, weights, ages, max_age, servers, num_servers)
 
 
-def _by_server(
+def by_server(
     values: dict[str, Tensor], weights: Tensor, ages: Tensor, max_age: int, servers: Tensor, num_servers: int
 ) -> dict[str, Tensor]:
+    """Sums of values over the tokens with a weight: [num_servers * (max_age + 1)], the first server's ages, then the
+    second's.
+
+    Args:
+        ages: int64, from `Microbatch.ages`, clamped to 0..max_age.
+        servers: int64, from `Microbatch.servers`: 1 to num_servers, or 0 for a token that enters no sum.
+    """
     per_token = torch.stack(list(values.values())).where(weights != 0, 0)
     of_token = servers * (max_age + 1) + ages.clamp(0, max_age)
     sums = per_token.new_zeros(len(values), (num_servers + 1) * (max_age + 1)).index_add(1, of_token, per_token)

@@ -171,7 +171,7 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
     without tokens has none: an entropy or a ratio of 0 would be no measurement.
 
     If the sums of `sums.age_sums` (lists by age) are there too, the same for each age that has tokens. With those of
-    `sums.server_sums`, the mismatch of each of `servers` that has tokens.
+    `sums.by_server`, the mismatch of each of `servers` that has tokens.
     """
     tokens, compared = sums["tokens"], sums["mismatch_tokens"]
     metrics = {"train/loss": sums["loss"], "train/answer_tokens": tokens}

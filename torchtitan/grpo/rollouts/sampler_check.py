@@ -114,7 +114,7 @@ class SamplerCheck:
         return numbers
 
     def before_first_step(self, servers: Sequence[str], sums: Mapping[str, Any]) -> None:
-        """`sums` are `sums.server_sums` over all ranks. Without tokens of age 0 the check is still due.
+        """`sums` are `sums.by_server` over all ranks. Without tokens of age 0 the check is still due.
 
         Raises:
             UserError: Every server is over the limit, on every rank.
