@@ -384,12 +384,17 @@ def test_token_weights_by_hand():
     assert token_weights([1], "token", 10, [True]) == [1.0]
 
 
+def corrected(correction: str, level: str, minimum: float, maximum: float) -> Grpo:
+    keys = {"importance_correction": correction, "importance_level": level}
+    return Grpo(importance_min=minimum, importance_max=maximum, **keys)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
 def test_importance_weights_by_loops(correction, level):
     minimum, maximum = 0.7, 1.4
     trainer, sampler, _, sample_ids = batch(seed=3)
-    weights, clipped = importance_weights(trainer, sampler, sample_ids, correction, level, minimum, maximum)
+    weights, clipped = importance_weights(trainer, sampler, sample_ids, corrected(correction, level, minimum, maximum))
     expected, expected_clipped, outside = [], [], 0
     for row, other in zip(sequences(trainer), sequences(sampler), strict=True):
         ratios = [math.exp(a.item() - b.item()) for a, b in zip(row, other, strict=True)]
@@ -415,10 +420,10 @@ def test_importance_of_equal_policies_is_one_and_overflow_is_bounded():
     logprobs = torch.tensor([-1.0, -2.0, -500.0])
     ids = torch.zeros(3, dtype=torch.long)
     for level in ("token", "sequence"):
-        assert importance_weights(logprobs, logprobs, ids, "mask", level, 0.5, 2.0)[0].tolist() == [1, 1, 1]
+        assert importance_weights(logprobs, logprobs, ids, corrected("mask", level, 0.5, 2.0))[0].tolist() == [1, 1, 1]
     far = torch.tensor([-900.0, -900.0, -900.0])
-    assert importance_weights(logprobs, far, ids, "truncate", "sequence", 0.0, 2.0)[0].tolist() == [2, 2, 2]
-    assert importance_weights(logprobs, far, ids, "mask", "sequence", 0.0, 2.0)[0].tolist() == [0, 0, 0]
+    assert importance_weights(logprobs, far, ids, corrected("truncate", "sequence", 0.0, 2.0))[0].tolist() == [2, 2, 2]
+    assert importance_weights(logprobs, far, ids, corrected("mask", "sequence", 0.0, 2.0))[0].tolist() == [0, 0, 0]
 
 
 def test_kl_estimators_by_formula_and_in_expectation():
@@ -515,7 +520,7 @@ def test_proximal_policies_agree_where_no_bound_is_met():
     logprobs = trained.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     old, weights = logprobs.detach() + 0.05 * torch.sin(torch.arange(len(tokens))), weights_of(LENGTHS)
     wide = Grpo(ratio_clip_min=1.0, ratio_clip_max=1e6)
-    importance, _ = importance_weights(old, sampler, sample_ids, "truncate", "token", 0.0, 1e6)
+    importance, _ = importance_weights(old, sampler, sample_ids, corrected("truncate", "token", 0.0, 1e6))
     decoupled, _ = policy_loss(logprobs, old, advantages, weights, sample_ids, wide, importance=importance)
     plain, _ = policy_loss(logprobs, sampler, advantages, weights, sample_ids, wide)
     assert plain.item() == pytest.approx(decoupled.item(), rel=1e-12)
@@ -594,7 +599,7 @@ def test_age_sums_by_loops():
     trainer, sampler, _, sample_ids = batch(seed=4)
     ages = torch.tensor([0, 1, 1, 2, 3, 0, -1, 7, 1, 0, 2, 3])  # -1 counts as 0, 3 and 7 as 2
     weights = weights_of(LENGTHS, counted=[True, True, True, False])  # the last two tokens do not count
-    _, clipped = importance_weights(trainer, sampler, sample_ids, "truncate", "token", 0.7, 1.3)
+    _, clipped = importance_weights(trainer, sampler, sample_ids, corrected("truncate", "token", 0.7, 1.3))
     sums = age_sums(trainer, sampler, weights, ages, 2, clipped)
     expected = {name: [0.0] * 3 for name in sums}
     for t in range(10):

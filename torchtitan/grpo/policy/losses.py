@@ -29,32 +29,29 @@ ROUNDING = 2.0
 
 
 def importance_weights(
-    trainer_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    sample_ids: Tensor,
-    correction: Literal["none", "truncate", "mask"],
-    level: Literal["token", "sequence"],
-    minimum: float,
-    maximum: float,
+    trainer_logprobs: Tensor, sampler_logprobs: Tensor, sample_ids: Tensor, grpo: Grpo
 ) -> tuple[Tensor, Tensor]:
     """Weight [T], detached, that corrects for a sampler (engine, older weights) that differs from the trainer's policy.
 
-    The ratio is exp(trainer - sampler) of each token, or its product over the sequence for all tokens of a sequence.
-    `truncate` clamps it to [minimum, maximum] (truncated importance sampling, TIS). `mask` keeps a ratio inside the
-    bounds and puts 0 for one outside (IcePop, masked importance sampling). Masked tokens stay in the normaliser, so
-    heavy masking makes a smaller step. `none` gives ones.
+    The ratio is exp(trainer - sampler) of each token, or its product over the sequence for all tokens of a sequence
+    (`[grpo] importance_level`). By `importance_correction`, `truncate` clamps it to [importance_min, importance_max]
+    (truncated importance sampling, TIS). `mask` keeps a ratio inside the bounds and puts 0 for one outside (IcePop,
+    masked importance sampling). Masked tokens stay in the normaliser, so heavy masking makes a smaller step. `none`
+    gives ones.
 
     Returns:
         The weight, and bool [T]: whether the ratio was out of bounds.
     """
-    if correction == "none":
+    if grpo.importance_correction == "none":
         return torch.ones_like(trainer_logprobs), torch.zeros_like(trainer_logprobs, dtype=torch.bool)
+    minimum, maximum = grpo.importance_min, grpo.importance_max
     log_ratio = (trainer_logprobs - sampler_logprobs).detach()
-    if level == "sequence":
+    if grpo.importance_level == "sequence":
         log_ratio = _sequence_sum(log_ratio, sample_ids)[sample_ids]
     ratio = log_ratio.exp()
     inside = (ratio >= minimum) & (ratio <= maximum)
-    return ratio.clamp(minimum, maximum) if correction == "truncate" else ratio.where(inside, 0), ~inside
+    truncates = grpo.importance_correction == "truncate"
+    return ratio.clamp(minimum, maximum) if truncates else ratio.where(inside, 0), ~inside
 
 
 def past_the_clip(
@@ -332,7 +329,7 @@ def row_loss(
         rounded: The sampler rounds, as in `past_the_clip`.
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    importance, clipped = _importance(trainer_logprobs, row.sampler_logprobs, row.sample_ids, grpo)
+    importance, clipped = importance_weights(trainer_logprobs, row.sampler_logprobs, row.sample_ids, grpo)
     past = None
     if max_age:
         past = past_the_clip(logprobs, row.sampler_logprobs, row.advantages, row.ages, grpo, rounded)
@@ -371,13 +368,6 @@ def row_loss(
     return loss, sums
 
 
-def _importance(trainer: Tensor, sampler: Tensor, sample_ids: Tensor, grpo: Grpo) -> tuple[Tensor, Tensor]:
-    """`importance_weights` by the keys of [grpo]."""
-    correction, level = grpo.importance_correction, grpo.importance_level
-    given = trainer, sampler, sample_ids, correction, level, grpo.importance_min, grpo.importance_max
-    return importance_weights(*given)
-
-
 def _score_weights(logprobs: Tensor, sampler_logprobs: Tensor, grpo: Grpo) -> Tensor:
     """What a sampled token's gradient is multiplied by, besides its advantage, where the policy's and the sampler's
     log-probabilities are these. For what `config.contradictions` lets through.
@@ -388,7 +378,7 @@ def _score_weights(logprobs: Tensor, sampler_logprobs: Tensor, grpo: Grpo) -> Te
     if grpo.proximal_logprobs == "sampler":  # CISPO's own weights
         return ratio_of(logprobs - sampler_logprobs).clamp(1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max)
     nothing = torch.zeros_like(logprobs, dtype=torch.int64)
-    return _importance(logprobs, sampler_logprobs, nothing, grpo)[0]
+    return importance_weights(logprobs, sampler_logprobs, nothing, grpo)[0]
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:
