@@ -5,6 +5,7 @@ from dataclasses import replace
 import aiohttp
 
 from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.endpoint.chat import Chat
@@ -62,7 +63,9 @@ class Run:
         for server in self.fleet.servers:
             self.fleet.admit(server, VERSION)
         environments = Environments(GuardedEnvironment(self._environment, "tests:play"))
-        self.collector = Collector(self.fleet, NoScores(), tokenizer, 64, 30.0, environments)
+        self.collector = Collector(
+            self.fleet, NoScores(), tokenizer, Rollout(request_timeout_seconds=30.0), environments
+        )
         self.endpoint = Endpoint(Chat(tokenizer), "tiny", "127.0.0.1", 0, key, 128)
         self.collector.call(self.endpoint.start())
         self.collector.endpoint = self.endpoint

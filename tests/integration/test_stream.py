@@ -120,14 +120,13 @@ class Run:
         self.fleet = Fleet([server.url for server in servers], make, min_servers)
         self.rewards = OddIndices()
         tokenizer = load_tokenizer(str(TINY_QWEN3))
-        self.collector = Collector(
-            self.fleet,
-            self.rewards,
-            tokenizer,
-            max_concurrent_requests,
-            request_timeout_s,
-            Environments(GuardedEnvironment(environment, "tests:run", environment_concurrency)),
+        rollout = Rollout(
+            max_concurrent_requests=max_concurrent_requests,
+            request_timeout_seconds=request_timeout_s,
+            group_timeout_seconds=group_timeout_s,
         )
+        environments = Environments(GuardedEnvironment(environment, "tests:run", environment_concurrency))
+        self.collector = Collector(self.fleet, self.rewards, tokenizer, rollout, environments)
         self.prompts = PromptSource(DATA, tokenizer, seed=3)
         self.order = [prompt.index for prompt in PromptSource(DATA, tokenizer, seed=3).next(500)]
         """Prompts in the order in which they are asked."""
@@ -137,7 +136,7 @@ class Run:
             params,
             grpo or Grpo(prompts_per_step=B, group_size=2),
             ahead or AsyncGrpo(),
-            Rollout(request_timeout_seconds=request_timeout_s, group_timeout_seconds=group_timeout_s),
+            rollout,
             steps,
             has_signal,
             max_failed_fraction,

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers import TINY_QWEN3, Unspeakable
 from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.files import no_files_left
+from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
@@ -168,8 +169,7 @@ def make_collector(servers, tokenizer):
                 fleet,
                 scorer,
                 tokenizer,
-                max_concurrent_requests,
-                request_timeout_s,
+                Rollout(max_concurrent_requests=max_concurrent_requests, request_timeout_seconds=request_timeout_s),
                 Environments(GuardedEnvironment(environment, "tests:rollout"), of_sets or {}),
             )
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.batch import requests_at_once
 from torchtitan.grpo.config.hub import fetched, local_folder, named
 from torchtitan.grpo.config.machine import raise_file_limit
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
@@ -78,15 +77,7 @@ def answer(
         server.control.wait_healthy(rollout.start_timeout_seconds)
         server.control.check(longest, end_ids[0], trained=identity_of_folder(assets))
         fleet.admit(server, -1)  # the weights that it was started with
-    collector = Collector(
-        fleet,
-        rewards,
-        tokenizer,
-        requests_at_once(rollout),
-        rollout.request_timeout_seconds,
-        environments,
-        rollout.group_timeout_seconds,
-    )
+    collector = Collector(fleet, rewards, tokenizer, rollout, environments)
     resources.callback(collector.close)
     serve(config, collector)
     stop_ids, seed = (*end_ids, *rollout.stop_token_ids), config.debug.seed or 0

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from torchtitan.grpo.config.batch import requests_at_once
+from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
@@ -72,9 +74,8 @@ class Collector:
     long as no request must go elsewhere.
 
     Args:
-        fleet, max_concurrent_requests, request_timeout_s: See `Router`.
+        rollout: `[rollout]`. A `collect` bounds the time of a group from its first request to its rewards.
         environments: How a prompt becomes samples: the default is one answer each.
-        group_timeout_s: Longest time for one group of a `collect`, from its first request to its rewards.
 
     Attributes:
         endpoint: With `[rollout] serve_port`, set by `endpoint.server.serve`.
@@ -86,15 +87,13 @@ class Collector:
         fleet: FleetView,
         rewards: Scorer,
         tokenizer: PreTrainedTokenizerBase,
-        max_concurrent_requests: int,
-        request_timeout_s: float,
+        rollout: Rollout,
         environments: Environments | None = None,
-        group_timeout_s: float = 1200.0,
     ) -> None:
         self.fleet = fleet
         self.rewards = rewards
         self.tokenizer = tokenizer
-        self.group_timeout_s = group_timeout_s
+        self.group_timeout_s = rollout.group_timeout_seconds
         self.environments = environments or Environments()
         self.endpoint: Endpoint | None = None
         self.ended = 0
@@ -105,7 +104,7 @@ class Collector:
         self._collecting: set[asyncio.Task] = set()
         self._thread = LoopThread("collector")
         self._loop = self._thread.loop
-        self.router = Router(fleet, max_concurrent_requests, request_timeout_s, self._loop)
+        self.router = Router(fleet, requests_at_once(rollout), rollout.request_timeout_seconds, self._loop)
         self._scoring = concurrent.futures.ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
         fleet.add_listener(self._on_fleet_change)
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.grpo.config.batch import requests_at_once
 from torchtitan.grpo.config.share import ALL, Share
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
@@ -161,15 +160,7 @@ class RolloutWorker:
         make = server_maker(config, lambda: self.newest, self.model.vocab_size)
         self.fleet = FleetMirror(make, partial(self._event, "server"))
         self.check = SamplerCheck(config, None)
-        self.collector = Collector(
-            self.fleet,
-            self.rewards,
-            self.tokenizer,
-            requests_at_once(rollout),
-            rollout.request_timeout_seconds,
-            self.environments,
-            rollout.group_timeout_seconds,
-        )
+        self.collector = Collector(self.fleet, self.rewards, self.tokenizer, rollout, self.environments)
         self.resources.callback(self.collector.close)
         serve(config, self.collector)
         self.stream = RolloutStream(
