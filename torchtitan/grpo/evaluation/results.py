@@ -13,6 +13,7 @@ from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.estimates import estimates, final_answer, is_right
+from torchtitan.grpo.reporting.sample_log import answer_record
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -46,21 +47,8 @@ def write_answers(folder: Path, answers: HeldOutAnswers, config: JobConfig) -> N
     with (folder / ANSWERS).open("a", encoding="utf-8", errors="backslashreplace") as file:
         for kind, groups in (("greedy", answers.greedy), ("sampled", answers.sampled)):
             for sample in (sample for group in groups for sample in group):
-                record = {
-                    "set": answers.held_out.name,
-                    "kind": kind,
-                    "prompt_index": sample.prompt.index,
-                    "prompt": sample.prompt.text,
-                    "answer": sample.text,
-                    "final_answer": final_answer(sample, config.reward),
-                    "reference": sample.prompt.answer,
-                    "reward": sample.reward,
-                    "rewards": sample.rewards,
-                    "reward_failures": sample.reward_failures,
-                    "right": is_right(sample, config.reward),
-                    "finish_reason": sample.finish_reason,
-                    "answer_tokens": sample.sampled_tokens,
-                }
+                found = {"final_answer": final_answer(sample, config.reward), "right": is_right(sample, config.reward)}
+                record = {"set": answers.held_out.name, "kind": kind} | answer_record(sample) | found
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 

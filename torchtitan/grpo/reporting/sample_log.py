@@ -97,15 +97,7 @@ class SampleLog:
         return {
             "step": step,
             "source": sample.prompt.source,
-            "prompt_index": sample.prompt.index,
-            "prompt": sample.prompt.text,
-            "answer": sample.text,
-            "reference": sample.prompt.answer,
-            "reward": sample.reward,
-            "rewards": sample.rewards,
-            "reward_failures": sample.reward_failures,
-            "finish_reason": sample.finish_reason,
-            "answer_tokens": sample.sampled_tokens,
+            **answer_record(sample),
             "versions": [min(versions), max(versions)] if versions else [],
             "given": given_text(sample, self._tokenizer),
         }
@@ -114,6 +106,21 @@ class SampleLog:
         for lines in (self._lines, self._held_out):
             if lines is not None:
                 lines.close()
+
+
+def answer_record(sample: Sample) -> dict[str, Any]:
+    """What each line of an answer says of it, in the files of runs and of evaluations."""
+    return {
+        "prompt_index": sample.prompt.index,
+        "prompt": sample.prompt.text,
+        "answer": sample.text,
+        "reference": sample.prompt.answer,
+        "reward": sample.reward,
+        "rewards": sample.rewards,
+        "reward_failures": sample.reward_failures,
+        "finish_reason": sample.finish_reason,
+        "answer_tokens": sample.sampled_tokens,
+    }
 
 
 def given_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
