@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ def supervised(
     path = os.pathsep.join(filter(None, [str(ROOT), str(plugins), os.environ.get("PYTHONPATH")]))
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
         starts = launches([COMMANDS[engine](str(model_dir), **{"gpus": (), "flags": flags} | planned)])
-    with Supervisor(starts, folder, folder / "urls.txt", START_S) as supervisor:
+    with closing(Supervisor(starts, folder, folder / "urls.txt", START_S)) as supervisor:
         supervisor.start()
         supervisor.wait_healthy()
         yield supervisor

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[LaunchedServers]:
-    with LaunchedServers(tmp_path / "servers", "mine", 20.0) as servers:
+    with closing(LaunchedServers(tmp_path / "servers", "mine", 20.0)) as servers:
         servers.start()
         yield servers
 
@@ -103,7 +104,7 @@ def test_what_another_launcher_says_is_not_heard_and_its_files_stay(servers, tmp
 
 def test_a_server_that_does_not_come_up_is_named(tmp_path):
     notices = Notices(tmp_path, "mine")
-    with LaunchedServers(tmp_path, "mine", 1.0) as servers:
+    with closing(LaunchedServers(tmp_path, "mine", 1.0)) as servers:
         servers.start()
         assert notices.is_wanted()
         notices.write([replace(FIRST, healthy=True), SECOND])

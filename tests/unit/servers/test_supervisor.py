@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -275,7 +276,7 @@ def test_a_thread_that_fails_is_told(supervise, monkeypatch):
 
 def test_a_program_that_does_not_exist_is_named(tmp_path):
     launch = Launch("0", lambda port: (["/no/such/program"], dict(os.environ)), HttpControl)
-    with Supervisor([launch], tmp_path, tmp_path / "urls.txt", 10.0) as keeps:
+    with closing(Supervisor([launch], tmp_path, tmp_path / "urls.txt", 10.0)) as keeps:
         keeps.start()
         with pytest.raises(
             UserError, match=r"ended with exit status 127 before it served.*\n/no/such/program: No such"

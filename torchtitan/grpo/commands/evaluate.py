@@ -46,7 +46,8 @@ def served(config: JobConfig, folder: Path, logs: Path) -> Iterator[list[str]]:
         yield rollout.urls
         return
     starts = run_launches(config, torch.cuda.device_count(), 0, str(folder))
-    with Supervisor(starts, logs, logs / "urls.txt", rollout.start_timeout_seconds) as supervisor:
+    supervisor = Supervisor(starts, logs, logs / "urls.txt", rollout.start_timeout_seconds)
+    with contextlib.closing(supervisor):
         supervisor.start()
         logger.info(f"Starting {rollout.engine}; its output is in {logs}")
         supervisor.wait_healthy()

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from torchtitan.grpo.config.hub import local_folder
@@ -79,14 +80,15 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         logs = arguments.log_folder or arguments.urls_file.parent / LOG_FOLDER
-        with Supervisor(
+        supervisor = Supervisor(
             launches(planned(arguments)),
             logs,
             arguments.urls_file,
             arguments.start_timeout_seconds,
             arguments.host,
             "--start_timeout_seconds",
-        ) as supervisor:
+        )
+        with closing(supervisor):
             supervisor.start()
             while not stop.wait(1.0):
                 supervisor.check()

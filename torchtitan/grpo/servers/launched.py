@@ -71,7 +71,7 @@ class Notices:
 class LaunchedServers(Keeper):
     """Rank 0's end. In place of a `Supervisor`: it answers the same questions.
 
-        with LaunchedServers(folder, token, 300.0) as servers:
+        with closing(LaunchedServers(folder, token, 300.0)) as servers:
             servers.start()            # returns at once
             ...                        # load the trainer's own weights meanwhile
             servers.wait_healthy()     # `urls_file` is there from then on
@@ -139,12 +139,6 @@ class LaunchedServers(Keeper):
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(5.0)
-
-    def __enter__(self) -> "LaunchedServers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _of(self, url: str) -> list[ServerState]:
         """The servers that have the address, or had it last."""

@@ -36,7 +36,7 @@ _END_S = 60.0
 class Supervisor(Keeper):
     """Keeps servers alive until `close`.
 
-        with Supervisor(launches, folder, urls_file, 300.0) as supervisor:
+        with closing(Supervisor(launches, folder, urls_file, 300.0)) as supervisor:
             supervisor.start()            # returns at once; `urls_file` lists all servers
             ...                           # load the trainer's own weights meanwhile
             supervisor.wait_healthy()
@@ -169,12 +169,6 @@ class Supervisor(Keeper):
         if self.urls_file is not None:
             with contextlib.suppress(OSError):
                 self.urls_file.unlink()
-
-    def __enter__(self) -> "Supervisor":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _has_ended(server: KeptServer, ends: int) -> bool:

@@ -5,7 +5,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def train_in_attempts(argv: list[str], config: JobConfig, make: Callable[[JobCon
                 plan = cluster.plan
                 if problems := list(check_ranks(config, plan[0], job)):
                     raise UserError("; ".join(problems))
-                with servers:  # the last to go
+                with closing(servers):  # the last to go
                     _attempt(cluster, config, argv, import_path(make), job)
             break
         except RanksFailed as error:

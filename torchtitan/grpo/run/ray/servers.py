@@ -15,7 +15,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -45,7 +45,7 @@ _POLL_S = 0.2
 class Servers:
     """The servers of one attempt. Without `replicas`, nothing.
 
-        with Servers(config) as servers:
+        with closing(Servers(config)) as servers:
             servers.place(address, cuda)    # of rank 0's node
             servers.start(common)           # they load once rank 0 has asked for them
             ...                             # ranks that have `servers.variables` in their environment
@@ -108,12 +108,6 @@ class Servers:
                 server.join(max(0.0, deadline - time.monotonic()))
             server.kill()  # unless its thread has closed it
         self.notices.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Server(threading.Thread):
