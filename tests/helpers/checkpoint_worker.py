@@ -108,18 +108,12 @@ class TinyTrainer:
         self.step = 0
         self.losses: list[float] = []
         self.drawn = b""
-        self.checkpointer = Checkpointer(
-            checkpoint_section(**checkpoint),
-            str(dump),
-            self.model,
-            self.optimizers,
-            self.lr_schedulers,
-            self,
-            source=self.source,
-            tokenizer=tokenizer,
-            reference=self.reference if reference else None,
-            run_config={"optimizer.lr": config.optimizer.lr},
-        )
+        config.checkpoint, config.lora = checkpoint_section(**checkpoint), SimpleNamespace(merge=False)
+        config.job.dump_folder = str(dump)
+        names = {"model": self.model, "optimizers": self.optimizers, "lr_schedulers": self.lr_schedulers}
+        policy = SimpleNamespace(reference=self.reference if reference else None, **names)
+        run_config = {"optimizer.lr": config.optimizer.lr}
+        self.checkpointer = Checkpointer(config, policy, self, self.source, tokenizer, run_config)
 
     def state_dict(self) -> dict:
         return {"step": self.step, "losses": list(self.losses), "drawn": self.drawn}

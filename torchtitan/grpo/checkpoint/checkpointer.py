@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
 from torchtitan.grpo.checkpoint.loading import Loader
 from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
 from torchtitan.grpo.checkpoint.model_card import CARD, model_card
 from torchtitan.grpo.checkpoint.random_states import random_states
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
-from torchtitan.grpo.checkpoint.states import collect, states_of
+from torchtitan.grpo.checkpoint.states import Trained, collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.checkpoint.trainer_state import TrainerState, files_of
 from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread
@@ -63,45 +61,34 @@ class Checkpointer:
     thread uses one process group, `Together.group`, which nothing else uses meanwhile: one save at a time.
 
     Args:
-        checkpoint_cfg: The `[checkpoint]` section: torchtitan's keys and ours.
-        dump_folder: `[job] dump_folder`.
+        config: Random states are derived from `[debug] seed` if the number of ranks has changed. With `[lora] merge`
+            the whole model is exported, too. Ranks wait for one that writes for `[comm] init_timeout_seconds`.
+        policy: Its reference model is saved too: after a warm start, only the checkpoint has its weights.
         trainer_state: Rank 0 saves its `state_dict`; every rank restores it by `load_state_dict`.
         source, tokenizer: Used for the export. Only rank 0 uses the tokenizer. With `source.lora` the model's adapters
             are saved, not its frozen weights.
-        merge: `[lora] merge`: export the whole model, too.
-        reference: The frozen model of `[grpo] kl_coef`. After a warm start, only the checkpoint has its weights.
         run_config: `config.resolved.resolved`: saved with each checkpoint, and compared with it at a resume.
-        seed: `[debug] seed`. Random states are derived from it if the number of ranks has changed.
-        timeout_s: `[comm] init_timeout_seconds`: longest wait of ranks for one that writes or reads.
     """
 
     def __init__(
         self,
-        checkpoint_cfg: Any,
-        dump_folder: str,
-        model: nn.Module,
-        optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
+        config: JobConfig,
+        policy: Trained,
         trainer_state: TrainerState,
-        *,
         source: ModelSource,
         tokenizer: PreTrainedTokenizerBase | None,
-        merge: bool = False,
-        reference: nn.Module | None = None,
-        run_config: dict[str, Any] | None = None,
-        seed: int = 0,
-        timeout_s: float = 1800.0,
+        run_config: dict[str, Any],
     ) -> None:
-        self.cfg = checkpoint_cfg
-        self.folder = Path(dump_folder) / checkpoint_cfg.folder
-        self.seed, self.timeout_s = seed, timeout_s
-        self.trainer_state, self.run_config = trainer_state, run_config or {}
-        self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
-        self.states = states_of(model, optimizers, lr_schedulers, source.lora, reference)
-        self.together = Together(timeout_s)
-        self.rank, self.device = self.together.rank, next(model.parameters()).device
+        self.cfg = cfg = config.checkpoint
+        self.folder = Path(config.job.dump_folder) / cfg.folder
+        self.seed, self.timeout_s = config.debug.seed or 0, config.comm.init_timeout_seconds
+        self.trainer_state, self.run_config = trainer_state, run_config
+        self.optimizers, self.lr_schedulers = policy.optimizers, policy.lr_schedulers
+        self.states = states_of(policy, source.lora)
+        self.together = Together(self.timeout_s)
+        self.rank, self.device = self.together.rank, next(policy.model.parameters()).device
         self.loader = Loader(
-            self.folder, checkpoint_cfg.load_step, self.together, trainer_state, self.run_config, seed, self.device
+            self.folder, cfg.load_step, self.together, trainer_state, self.run_config, self.seed, self.device
         )
         self._saved_step = 0
         self._failed_saves = 0
@@ -109,13 +96,13 @@ class Checkpointer:
         self._measured: dict[str, float] = {}
         self._pending: _Pending | None = None
         self._copy: HostCopy | None = None
-        if checkpoint_cfg.async_mode != "disabled":
-            self._copy = HostCopy(self.device, pinned=checkpoint_cfg.async_mode == "async_with_pinned_mem")
+        if cfg.async_mode != "disabled":
+            self._copy = HostCopy(self.device, pinned=cfg.async_mode == "async_with_pinned_mem")
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer", enter_thread, (self.device,))
             tokenizer = copy.deepcopy(tokenizer)  # fast tokenizers refuse two threads at once
-            for optimizer in optimizers:
+            for optimizer in policy.optimizers:
                 optimizer.register_step_pre_hook(lambda *_: self._copy.order_writes_after())
-        self.writer = Writer(checkpoint_cfg, self.together, model, source, tokenizer, merge, self._copy, self.device)
+        self.writer = Writer(config, self.together, policy.model, source, tokenizer, self._copy, self.device)
 
     def save(self, step: int, last: bool = False) -> None:
         """Write the checkpoint of `step`, then drop those beyond `[checkpoint] keep_latest_k`.

@@ -1,6 +1,6 @@
 """What DCP writes and reads of a run: weights, optimizer state and learning-rate schedule."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -25,20 +25,23 @@ class _ModelState(Stateful):
         set_model_state_dict(self.model, state_dict)
 
 
-def states_of(
-    model: nn.Module,
-    optimizers: OptimizersContainer,
-    lr_schedulers: LRSchedulersContainer,
-    lora: Lora | None,
-    reference: nn.Module | None,
-) -> dict[str, Stateful]:
+class Trained(Protocol):
+    """The part of `run.policy.Policy` that is saved."""
+
+    model: nn.Module
+    reference: nn.Module | None
+    optimizers: OptimizersContainer
+    lr_schedulers: LRSchedulersContainer
+
+
+def states_of(policy: Trained, lora: Lora | None) -> dict[str, Stateful]:
     """The states by name. With `lora` the model's adapters are saved, not its frozen weights."""
-    of_model = _ModelState(model) if lora is None else AdapterState(model)
-    states: dict[str, Stateful] = {"model": of_model, "optimizer": optimizers, "lr_scheduler": lr_schedulers}
+    of_model = _ModelState(policy.model) if lora is None else AdapterState(policy.model)
+    states = {"model": of_model, "optimizer": policy.optimizers, "lr_scheduler": policy.lr_schedulers}
     if lora is not None:
-        states[BASE] = BaseState(model, lora)
-    if reference is not None:
-        states["reference"] = _ModelState(reference)
+        states[BASE] = BaseState(policy.model, lora)
+    if policy.reference is not None:
+        states["reference"] = _ModelState(policy.reference)
     return states
 
 

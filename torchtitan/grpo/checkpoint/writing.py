@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.checkpoint.export import read_full, read_hf
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured
 from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
@@ -51,9 +51,9 @@ class Writer:
     """Writes one checkpoint at a time: its files under another name, then the marker; one rename completes it.
 
     Args:
-        checkpoint_cfg: The `[checkpoint]` section. `export_dtype` is read.
+        config: `[checkpoint] export_dtype` and `[lora] merge` are read.
         model: It is gathered for the export, unless what was taken is on the host.
-        source, tokenizer, merge: See `Checkpointer`.
+        source, tokenizer: See `Checkpointer`.
         host_copy: It holds what was taken with `Taken.on_host`. None: nothing is.
         device: Of the model.
 
@@ -63,20 +63,19 @@ class Writer:
 
     def __init__(
         self,
-        checkpoint_cfg: Any,
+        config: JobConfig,
         together: Together,
         model: nn.Module,
         source: ModelSource,
         tokenizer: PreTrainedTokenizerBase | None,
-        merge: bool,
         host_copy: HostCopy | None,
         device: torch.device,
     ) -> None:
-        self._cfg, self._together = checkpoint_cfg, together
+        self._cfg, self._together = config.checkpoint, together
         self._model, self._source, self._tokenizer = model, source, tokenizer
         self._copy, self._device = host_copy, device
-        kinds = {"adapter": source.lora is not None, "hf": source.lora is None or merge}
-        self.exports = [name for name, is_due in kinds.items() if is_due and checkpoint_cfg.export_dtype != "none"]
+        kinds = {"adapter": source.lora is not None, "hf": source.lora is None or config.lora.merge}
+        self.exports = [name for name, is_due in kinds.items() if is_due and self._cfg.export_dtype != "none"]
 
     def write(self, taken: Taken, path: Path) -> None:
         """Write what was taken to the folder `path`, in place of what is there. Collective.

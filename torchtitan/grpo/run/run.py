@@ -57,7 +57,7 @@ class Run:
     job: ClassVar[Job] = "grpo"
 
     def __init__(self, config: JobConfig) -> None:
-        self.config, self.step, self.seed = config, 0, config.debug.seed or 0
+        self.config, self.step = config, 0
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
         self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type != "cpu" else None)
         self.resources = contextlib.ExitStack()
@@ -237,21 +237,7 @@ class Run:
             longest if config.compile.enable else self.dims.tp * self.dims.cp,
             policy.attention_tokens,
         )
-        self.checkpointer = Checkpointer(
-            config.checkpoint,
-            dump,
-            policy.model,
-            policy.optimizers,
-            policy.lr_schedulers,
-            self,
-            source=self.source,
-            tokenizer=self.tokenizer,
-            merge=config.lora.merge,
-            reference=policy.reference,
-            run_config=resolved(config),
-            seed=self.seed,
-            timeout_s=config.comm.init_timeout_seconds,
-        )
+        self.checkpointer = Checkpointer(config, policy, self, self.source, self.tokenizer, resolved(config))
         self.resources.push(self.checkpointer.close)
         self.garbage_collection = GarbageCollection(gc_freq=config.training.gc_freq)
         self.metrics = MetricsLogger(config, dump, self.is_rank0, config.training.steps)
