@@ -82,8 +82,8 @@ class Servers:
         control = SimpleNamespace(is_healthy=lambda: True, weight_version=lambda: None)
         self.fleet = Fleet(list(self.links), lambda url: Server(url, control), min_servers=0)
         buckets = [SimpleNamespace(index=0, payload_bytes=1)]
-        pause = Pause(True, True, 10.0)
-        self.board = board = Board(self.fleet, buckets, 1, 10.0, LATE_S, pause, {}, self.copy, copies_only)
+        pause, config = Pause(True, True, 10.0), WeightSync(timeout_seconds=10.0, straggler_seconds=LATE_S)
+        self.board = board = Board(self.fleet, buckets, 1, config, pause, {}, self.copy, copies_only)
         self.workers = board.workers = [ServerWorker(server, board, "", None) for server in self.fleet.servers]
         self.snapshots = SimpleNamespace(newest=-1)
 
@@ -353,7 +353,7 @@ def test_a_push_may_take_as_long_as_the_last_one_whoever_has_waited_for_its_end(
 def test_no_push_begins_when_the_workers_have_been_told_to_end():
     """They would never leave it, and the leader would wait for them."""
     fleet = Fleet(["http://server"], lambda url: Server(url, SimpleNamespace()))
-    board = Board(fleet, [], 1, 10.0, 1.0, Pause(True, True, 10.0), {}, None, copies_only=False)
+    board = Board(fleet, [], 1, WeightSync(), Pause(True, True, 10.0), {}, None, copies_only=False)
     board.close()
     with pytest.raises(Closing):
         board.begin_push(lambda servers, on_drop: pytest.fail("a push began"))

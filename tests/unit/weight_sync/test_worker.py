@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError
@@ -77,7 +78,16 @@ class Servers:
         monkeypatch.setattr(ServerWorker, "_make_link", staticmethod(lambda server, *_: by_url[server.url]))
         self.fleet = Fleet(list(by_url), lambda url: Server(url, control), min_servers=0)
         buckets = [SimpleNamespace(index=0, payload_bytes=1)]
-        self.board = Board(self.fleet, buckets, 1, 10.0, LATE_S, Pause(), {}, Copy(), copies_only=False)
+        self.board = Board(
+            self.fleet,
+            buckets,
+            1,
+            WeightSync(timeout_seconds=10.0, straggler_seconds=LATE_S),
+            Pause(),
+            {},
+            Copy(),
+            copies_only=False,
+        )
         self.workers = self.board.workers = [ServerWorker(s, self.board, "gloo", None) for s in self.fleet.servers]
         for worker in self.workers:
             worker.mode = mode
@@ -317,7 +327,9 @@ def test_a_link_asks_the_fleet_what_runs_at_its_server():
     """Whose requests may be those of another process."""
     engine = SimpleNamespace(link=f"{__name__}:Asking", disk_link=f"{__name__}:Asking")
     fleet = Fleet(["http://a", "http://b"], lambda url: Server(url, SimpleNamespace(), engine=engine))
-    board = Board(fleet, [], 1, 10.0, LATE_S, Pause(), {}, Copy(), copies_only=False)
+    board = Board(
+        fleet, [], 1, WeightSync(timeout_seconds=10.0, straggler_seconds=LATE_S), Pause(), {}, Copy(), copies_only=False
+    )
     server, other = fleet.servers
     link = ServerWorker(server, board, "gloo", None).link
     fleet.admit(server, 3)
@@ -374,7 +386,7 @@ def test_a_server_that_is_listed_again_is_left_alone_until_its_last_update_has_e
     begun, finish = updates_on_demand(old.link)
     board.begin_push(lambda urls, on_drop: Push(1, 1, 1, urls, LATE_S, on_drop))
     assert begun.wait(10)
-    board.timeout_s = 0.1
+    board.config.timeout_seconds = 0.1
     new = ServerWorker(old.server, board, "gloo", None)
     new.link = Link(0.0)
     board.replace_workers([old], [new])

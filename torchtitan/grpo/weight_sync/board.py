@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.weight_sync.copies import VersionCopy
@@ -60,8 +61,7 @@ class Board:
     fleet: Fleet
     buckets: list[Bucket]
     num_buffers: int
-    timeout_s: float
-    straggler_s: float
+    config: WeightSync
     pause: Pause
     plan_info: dict
     copy: VersionCopy | None
@@ -191,7 +191,7 @@ class Board:
         copy = self.copy
         assert copy is not None  # it has readers
         for reader in list(copy.readers):
-            limit_s = (self.push_s + self.straggler_s) * 2.0**reader.too_late
+            limit_s = (self.push_s + self.config.straggler_seconds) * 2.0**reader.too_late
             if time.monotonic() > max(reader.began, self._others_wait_since()) + limit_s:
                 reader.drop(f"kept the other servers waiting for over {limit_s:.3g} s with version {copy.version}")
 

@@ -305,17 +305,8 @@ class WeightSync:
             "num_buffers": NUM_BUFFERS,
             "plan": plan_to_json(buckets),
         } | self._published.announced
-        board = self._board = Board(
-            fleet,
-            buckets,
-            NUM_BUFFERS,
-            config.timeout_seconds,
-            config.straggler_seconds,
-            self._pause,
-            plan_info,
-            self._copy(),
-            copies_only,
-        )
+        copy = self._copy()
+        board = self._board = Board(fleet, buckets, NUM_BUFFERS, config, self._pause, plan_info, copy, copies_only)
         board.workers = [self._worker(server) for server in fleet.servers]
         joining = [in_thread(worker.connect, "weight-sync-connect") for worker in board.workers]
         for future in joining:

@@ -229,7 +229,7 @@ class Leader(SyncThread):
         def make(servers: list[str], on_drop: Callable[[str, str], None]) -> Push:
             drain_s = None if board.pause.in_flight else board.pause.drain_timeout_s
             shape = version, len(board.buckets), board.num_buffers
-            return Push(*shape, servers, board.straggler_s, on_drop, drain_s, board.copy_is_late)
+            return Push(*shape, servers, board.config.straggler_seconds, on_drop, drain_s, board.copy_is_late)
 
         with board.changed:
             self._push = board.begin_push(make)

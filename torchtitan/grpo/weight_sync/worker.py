@@ -83,7 +83,7 @@ class ServerWorker(threading.Thread):
             server.control,
             backend,
             device,
-            board.timeout_s,
+            board.config.timeout_seconds,
             board.pause,
             board.check,
             hold=lambda: board.fleet.hold(server),
@@ -171,7 +171,7 @@ class ServerWorker(threading.Thread):
             self._look_after_health()
             return
         push = self._push
-        seat = push.seat(self.url, board.timeout_s, board.check)
+        seat = push.seat(self.url, board.config.timeout_seconds, board.check)
 
         def check() -> None:
             seat.raise_if_dropped()
@@ -230,7 +230,7 @@ class ServerWorker(threading.Thread):
             reader.dropped = ""  # it has all of it
             newest = version >= board.sent
             own_s = seconds["total"] - seconds.get("drain", 0.0)
-            if not board.copies_only and own_s <= board.push_s + board.straggler_s:
+            if not board.copies_only and own_s <= board.push_s + board.config.straggler_seconds:
                 # Fast enough for common pushes. If the others were sent a newer version meanwhile, the server gets the
                 # next one with them and is admitted then.
                 self.mode = Mode.COMMON
@@ -269,10 +269,12 @@ class ServerWorker(threading.Thread):
 
     def _reconnect(self) -> None:
         board = self._board
-        if board.leaving(self.url) and not self._wait(lambda: not board.leaving(self.url), board.timeout_s):
+        if board.leaving(self.url) and not self._wait(
+            lambda: not board.leaving(self.url), board.config.timeout_seconds
+        ):
             if not (self._removed or board.fleet.resting):
                 what = "the end of what it was told before it left the list of servers"
-                self._lose(f"timed out after {board.timeout_s:g} s waiting for {what}", dead=True)
+                self._lose(f"timed out after {board.config.timeout_seconds:g} s waiting for {what}", dead=True)
             return
         pause_s = min(self._retry_at - time.monotonic(), _DEAD_S)
         if self._wait(lambda: self.server.starts != self._starts, pause_s):
