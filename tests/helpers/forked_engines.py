@@ -1,14 +1,26 @@
 """Plug-ins for vLLM and SGLang on a CPU: a server forks its processes.
 
 There both start each process anew, and each imports everything again. Until a server is healthy that takes 29 s of CPU,
-and 12 if they are forked.
+10 if they are forked, and 7 without garbage collections of what is imported. SGLang would also do one in each update.
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+
+def import_uncollected(folder: Path) -> None:
+    """Has Python begin without garbage collection where `folder` is on PYTHONPATH; the plug-ins switch it on."""
+    (folder / "sitecustomize.py").write_text("import gc\n\ngc.disable()\n")
+
+
+def _collect_what_comes() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def vllm() -> None:
@@ -16,6 +28,7 @@ def vllm() -> None:
 
     # Its CPU platform has chosen "spawn" when this runs; get_mp_context asks it just before it reads the choice.
     system_utils._maybe_force_spawn = lambda: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="fork")
+    _collect_what_comes()
 
 
 def sglang_lora() -> None:
@@ -38,7 +51,12 @@ def sglang_lora() -> None:
 
 def sglang() -> None:
     choose = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: choose("fork", force)
+
+    def fork(method: str, force: bool = False) -> None:
+        choose("fork", force)
+        _collect_what_comes()
+
+    multiprocessing.set_start_method = fork
 
 
 def vllm_ngram() -> None:

@@ -13,6 +13,7 @@ import torch
 from process_group import ProcessGroup
 
 from tests.helpers import COMMAND, ROOT
+from tests.helpers.forked_engines import import_uncollected
 from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.tiny_models import with_biases
 from tests.helpers.trainer_runs import command_of, environment, processes_of
@@ -180,6 +181,7 @@ def supervised(
     if engine != "embedded":
         group = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}[engine]
         declare_plugin(plugins, group, "forked", f"tests.helpers.forked_engines:{plugin or engine}")
+        import_uncollected(plugins)
     path = os.pathsep.join(filter(None, [str(ROOT), str(plugins), os.environ.get("PYTHONPATH")]))
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
         starts = launches([COMMANDS[engine](str(model_dir), **{"gpus": (), "flags": flags} | planned)])
