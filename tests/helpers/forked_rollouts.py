@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_one
 from multiprocessing.context import ForkServerProcess
@@ -78,6 +79,7 @@ class ForkedBesides:
     are forked from. `setup` is called in it first. The part of `subprocess.Popen` that is used of it."""
 
     def __init__(self, descriptor: int, hides_torch: bool = True, setup: Callable[[], None] = int) -> None:
+        _take_the_fork_server_that_runs()
         files = [Connection(os.dup(number), readable=False) for number in (descriptor, 1, 2)]
         self._process = ForkServerProcess(target=_run, args=(files, dict(os.environ), os.getcwd(), own_run(), setup))
         self._process.start()
@@ -97,6 +99,13 @@ class ForkedBesides:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def _take_the_fork_server_that_runs() -> None:
+    """In a process that was forked from one itself, Python 3.11 would start another, which imports everything again."""
+    server = forkserver._forkserver
+    if server._forkserver_address and server._forkserver_pid is None:
+        server.ensure_running = resource_tracker.ensure_running
 
 
 def _run(files, environ, folder, run, setup):
