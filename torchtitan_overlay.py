@@ -30,6 +30,8 @@ from typing import Any
 NAME = "torchtitan"
 _KERNELS = f"{NAME}.models.moe.kernels"
 _ATTENTION = f"{NAME}.models.attention"
+_TEXT_DATASETS = f"{NAME}.hf_datasets.text_datasets"
+_LOADERS = ("build_text_dataloader", "build_text_validation_dataloader")
 _TRANSFORMERS_IMPORTS = "transformers.utils.import_utils"
 
 
@@ -101,6 +103,23 @@ def _compile_when_called(function: Callable[..., Any], **options: Any) -> Callab
     return call
 
 
+def _when_called(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+    """Upstream's model families name its data loaders, which nothing here calls. Their module imports `datasets`, with
+    pandas and pyarrow: half a second and 60 MiB of each process. It is executed once it is used."""
+
+    def load(name: str) -> Any:
+        if vars(module).pop("__getattr__", None):
+            execute(module)
+        return getattr(module, name)
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return (lambda *args, **kwargs: load(name)(*args, **kwargs)) if name in _LOADERS else load(name)
+
+    module.__getattr__ = find  # type: ignore[method-assign]
+
+
 def _read_once(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
     """`import transformers` reads its model folders once and quickly. It looks through thousands of files for what
     they export, and does so again for `transformers.models`: its own cache has room for fewer folders than there are.
@@ -126,6 +145,7 @@ class _BeforeUpstream(MetaPathFinder):
             _prepare_upstream()
             _one_worker_in_gloo()
             sys.meta_path.insert(0, _Around(_ATTENTION, _without_inductor))
+            sys.meta_path.insert(0, _Around(_TEXT_DATASETS, _when_called))
         return None
 
 

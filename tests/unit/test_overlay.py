@@ -6,6 +6,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import torchtitan_overlay
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
 
 LOSES_AN_INTERRUPT = """
@@ -70,6 +72,33 @@ def test_upstreams_attention_is_compiled_when_it_is_called(monkeypatch):
     assert compiled == []
     assert [function(3, by=2), function(4, by=2)] == [-6, -8]
     assert compiled == [{"mode": "reduce-overhead"}], "once"
+
+
+def test_upstreams_data_loaders_are_imported_when_they_are_used(tmp_path, monkeypatch):
+    name = "torchtitan.hf_datasets.text_datasets"
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+    def made() -> ModuleType:
+        sys.meta_path.insert(0, torchtitan_overlay._Around(name, torchtitan_overlay._when_called))
+        spec = importlib.util.find_spec(name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert "DATASETS" not in vars(module)
+        return module
+
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = made()
+    load = module.build_text_dataloader  # as `from ... import` does
+    assert "DATASETS" not in vars(module)
+    with pytest.raises(TypeError, match=r"build_text_dataloader\(\) missing"):
+        load()
+    assert module.build_text_dataloader is not load and "c4" in module.DATASETS
+    module = made()
+    assert "c4" in module.DATASETS and module.build_text_dataloader.__module__ == name, "anything else at once"
+
+    script = tmp_path / "script.py"
+    script.write_text("import sys, grpo_train, torchtitan.models.qwen3\nassert 'datasets' not in sys.modules\n")
+    Ranks(1, script, log=tmp_path / "log").check()
 
 
 def test_transformers_finds_the_same_exports_when_it_reads_its_folders_once(monkeypatch):
