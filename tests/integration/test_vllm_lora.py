@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers import TINY_QWEN3
+from tests.helpers.forked_engines import import_uncollected
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
 from tests.helpers.servers import ONE_PROCESS, RunningServer, declare_plugin, serve_vllm
 from tests.helpers.trainer_runs import train
@@ -41,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     config = Qwen3Config.from_pretrained(base, max_position_embeddings=1024, initializer_range=0.15)
     Qwen3ForCausalLM(config).save_pretrained(base)
     forked = "tests.helpers.forked_engines:vllm"  # its start takes half as long
-    declare_plugin(folder / "plugin", "vllm.general_plugins", "forked", forked)
+    import_uncollected(declare_plugin(folder / "plugin", "vllm.general_plugins", "forked", forked))
     lora = ("--enable-lora", "--max-lora-rank", "8")
     with serve_vllm(folder, base, "--max-num-seqs", "16", *lora, *ONE_PROCESS) as server:
         yield server
