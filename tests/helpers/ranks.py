@@ -43,6 +43,7 @@ _PRELOADED = [
     "torchtitan.grpo.engines.embedded.__main__",
     "tests.helpers.forked_first",
     "tests.helpers.forked_servers",
+    "tests.helpers.ranks",  # with pytest
     "tests.helpers.frozen",  # the last one
 ]
 forkserver.set_forkserver_preload(_PRELOADED)

@@ -11,12 +11,12 @@ from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import (
     BACKGROUND,
-    SMALL,
     attempt,
     embedded_server,
     endless,
     environment,
     forked_server,
+    small_run,
     steps,
     train,
     without_times,
@@ -79,7 +79,7 @@ def test_a_run_with_a_teacher_resumes_and_replays_exactly(teacher, top_k, tmp_pa
 
 
 def replay(run: Path, out: Path, flags: dict[str, str], ranks: int = 1) -> None:
-    given = [part for flag in (SMALL | flags).items() for part in flag if part is not None]
+    given = [part for flag in small_run(flags).items() for part in flag if part is not None]
     command, log = [run, "--out", out, *given], out.with_suffix(".log")
     ranks_of_it = Ranks(ranks, "torchtitan.grpo.commands", "replay", *command, log=log, environment=environment())
     assert ranks_of_it.wait(120) == 0, ranks_of_it.log[-4000:]

@@ -19,7 +19,7 @@ from tests.helpers.kept import worst_difference
 from tests.helpers.microbatches import microbatches
 from tests.helpers.ranks import Ranks
 from tests.helpers.servers import ONE_PROCESS, declare_plugin, save_tiny_qwen2, supervised
-from tests.helpers.trainer_runs import SMALL, environment, steps, train, without_times
+from tests.helpers.trainer_runs import environment, small_run, steps, train, without_times
 from tests.helpers.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
@@ -135,7 +135,7 @@ def plain(lines: list[dict]) -> list[dict]:
 
 
 def replay(run: Path, out: Path, flags: dict[str, str], ranks: int = 1) -> None:
-    given = [part for flag in (SMALL | flags).items() for part in flag if part is not None]
+    given = [part for flag in small_run(flags).items() for part in flag if part is not None]
     command, log = [run, "--out", out, *given], out.with_suffix(".log")
     ranks_of_it = Ranks(ranks, "torchtitan.grpo.commands", "replay", *command, log=log, environment=environment())
     assert ranks_of_it.wait(120) == 0, ranks_of_it.log[-4000:]

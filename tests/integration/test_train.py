@@ -14,9 +14,9 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import (
     BACKGROUND,
-    SMALL,
     environment,
     processes_of,
+    small_run,
     steps,
     train,
     without_times,
@@ -50,7 +50,7 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
     run = train(tmp_path / "run", flags | {"--rollout.record_gib": "1"})
 
     def replay(name: str, *arguments: str, **changed: str) -> tuple[list[dict], str]:
-        given = [part for flag in (SMALL | flags | changed).items() for part in flag if part is not None]
+        given = [part for flag in small_run(flags | changed).items() for part in flag if part is not None]
         command = [tmp_path / "run", "--out", tmp_path / name, *arguments, *given]
         process = Ranks(
             1, "torchtitan.grpo.commands", "replay", *command, log=tmp_path / f"{name}.log", environment=environment()
