@@ -182,7 +182,8 @@ def supervised(
         group = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}[engine]
         declare_plugin(plugins, group, "forked", f"tests.helpers.forked_engines:{plugin or engine}")
         import_uncollected(plugins)
-    path = os.pathsep.join(filter(None, [str(ROOT), str(plugins), os.environ.get("PYTHONPATH")]))
+    # A test may have a sitecustomize.py of its own, which comes first.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH"), str(plugins)]))
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
         starts = launches([COMMANDS[engine](str(model_dir), **{"gpus": (), "flags": flags} | planned)])
     with closing(Supervisor(starts, folder, folder / "urls.txt", START_S)) as supervisor:

@@ -145,7 +145,7 @@ def replay(run: Path, out: Path, flags: dict[str, str], ranks: int = 1) -> None:
 def vllm_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     logs, module = tmp_path_factory.mktemp("vllm"), interpreted_kernels.__name__
     paths = declare_plugin(logs / "kernels", "vllm.general_plugins", "interpreted", f"{module}:register")
-    (paths / "sitecustomize.py").write_text(f"from {module} import offer\n\noffer()\n")
+    (paths / "sitecustomize.py").write_text(f"import gc\n\ngc.disable()\nfrom {module} import offer\n\noffer()\n")
     flags = *ONE_PROCESS, "--max-num-seqs", "8"
     with (
         patch.dict(os.environ, interpreted_kernels.VARIABLES | {"PYTHONPATH": str(paths)}),
