@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import http.server
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
+import urllib3
 
 from tests.helpers.files import no_files_left
+from torchtitan.grpo.engines import http_control
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.http_control import HttpControl, NoReply, ServerError
 from torchtitan.grpo.engines.protocol import LocalError, SamplingParams
@@ -101,6 +104,30 @@ def test_an_https_address_of_a_server_without_tls_is_named_at_once(url, monkeypa
     with pytest.raises(UserError, match=f"{secure}: the server speaks plain HTTP: write {url}$"):
         VllmControl(secure, "secret").wait_healthy(60)
     assert set(sent) == {None}, "its API key crosses no network in the clear"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ssl.SSLError("WRONG_VERSION_NUMBER"), 404, r"speaks plain HTTP: write http://\[::1\]:443/a$"),
+        (ssl.SSLCertVerificationError("self-signed"), 404, r"not healthy after 0.2 s \(last: SSLError: .*self-signed"),
+        (ssl.SSLEOFError("closed"), 301, r"not healthy after 0.2 s \(last: SSLError: .*closed"),
+    ],
+)
+def test_plain_http_is_what_the_port_of_https_speaks_without_tls(error, status, said, monkeypatch):
+    """A certificate that is not trusted is one of TLS, and what redirects may be."""
+
+    def pool(url: str, *_: object) -> SimpleNamespace:
+        def urlopen(*_: object, **__: object) -> urllib3.HTTPResponse:
+            if url.startswith("https"):
+                raise urllib3.exceptions.SSLError(error)
+            return urllib3.HTTPResponse(headers={"Location": url}, status=status)
+
+        return SimpleNamespace(urlopen=urlopen)
+
+    monkeypatch.setattr(http_control, "pool_of", pool)
+    with pytest.raises(UserError, match=said):
+        VllmControl("https://[::1]/a").wait_healthy(0.2)
 
 
 def test_a_busy_server_and_one_that_is_gone_are_different_errors():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import ssl
 import subprocess
 import time
 from collections.abc import Callable
@@ -90,7 +91,8 @@ class HttpControl:
             try:
                 reply = self._send("GET", self.health_path, min(_HEALTH_REQUEST_S, timeout_s))
             except urllib3.exceptions.SSLError as error:
-                self._check_scheme()
+                if not isinstance(error.args[0], ssl.SSLCertVerificationError):  # who has a certificate speaks TLS
+                    self._check_scheme()
                 seen = f"SSLError: {error}"
             except urllib3.exceptions.HTTPError as error:
                 seen = type(error).__name__
@@ -371,13 +373,15 @@ class HttpControl:
 
     def _check_scheme(self) -> None:
         """After TLS failed: waiting will not help if the server speaks plain HTTP. It gets no API key so."""
-        plain = self.url.replace("https", "http", 1)
+        parts = urlsplit(self.url)
+        port = "" if parts.port else ":443"  # at http's own port another server may listen
+        plain = parts._replace(scheme="http", netloc=parts.netloc + port).geturl()
         timeout = urllib3.Timeout(total=_HEALTH_REQUEST_S)
         try:
             reply = pool_of(plain).urlopen("GET", self._path + self.health_path, timeout=timeout)
         except urllib3.exceptions.HTTPError:
             return
-        if reply.status != 400:  # which servers of TLS answer
+        if reply.status != 400 and not reply.get_redirect_location():  # which servers of TLS answer
             raise UserError(f"{self.url}: the server speaks plain HTTP: write {plain}")
 
     def _explain(self, status: int, phase: str, path: str, said: str) -> None:
