@@ -102,6 +102,7 @@ def test_a_full_reward_counts_the_functions_of_the_prompt():
     assert full_reward(PROMPT, reward) == 1.5
     assert full_reward(Prompt(0, [1], "", functions=("my:format",)), reward) == 0.5
     assert full_reward(PROMPT, Reward(functions=[])) == 1.0
+    assert full_reward(PROMPT, Reward(functions=["my:too_long"], weights=[-0.5])) == 1.0, "no answer is right by it"
 
 
 @pytest.mark.parametrize(("weight", "sign", "right"), [(0.5, -1, 0.0), (-0.5, 1, 0.5), (-1.0, 1, 0.5)])

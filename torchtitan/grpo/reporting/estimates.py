@@ -102,11 +102,11 @@ def is_right(sample: Sample, reward: Reward) -> bool:
 
 
 def full_reward(prompt: Prompt, reward: Reward) -> float:
-    """The sum of the weights of the functions that score a prompt's answers, without penalties; 1 if there are none.
+    """The sum of the weights of the functions that score a prompt's answers, without penalties; 1 if that is nothing.
 
     An environment that gives rewards should give 1 to a right answer.
     """
-    return sum(max(weight, 0.0) for weight in _weights(prompt, reward).values()) if reward.functions else 1.0
+    return sum(max(weight, 0.0) for weight in _weights(prompt, reward).values()) or 1.0
 
 
 def _weights(prompt: Prompt, reward: Reward) -> dict[str, float]:
