@@ -12,6 +12,7 @@ from torchtitan.grpo.rewards.runner import RewardRunner
 
 FUNCTIONS = """
 import asyncio
+import functools
 import os
 import time
 
@@ -72,16 +73,38 @@ def only_some_of_a_group(answers, prompt):
 async def awaited_group(answers, prompt):
     return [await judge(answer, prompt) for answer in answers]
 
+def solution_first(solution_str, prompt):
+    return 1.0
+
+def of_a_pair(solution, reference):
+    return float(solution == reference)
+
+@functools.wraps(of_a_pair)
+def wraps_a_pair(answer, prompt):
+    return of_a_pair(answer, prompt.answer)
+
 def of_trl(prompts, completions, **kwargs):
     return [1.0 for _ in completions]
 
 def of_trl_in_short(completions, **kwargs):
     return [1.0 for _ in completions]
+
+@functools.wraps(of_trl)
+def wraps_trl(answers, prompt):
+    return of_trl([], answers)
+
+def passes_on(function):
+    @functools.wraps(function)
+    def inner(*args, **kwargs):
+        return function(*args, **kwargs)
+    return inner
+
+group_behind_a_wrapper = passes_on(only_some_of_a_group)
 """
 
 GIVE_NO_SCORE = {
-    "raises": "raised KeyError: 'solution' ({file}:7). Return 0 for a wrong answer; prompt.columns has ['question']",
-    "raises_elsewhere": "raised KeyError: 'solution' ({file}:7)",
+    "raises": "raised KeyError: 'solution' ({file}:8). Return 0 for a wrong answer; prompt.columns has ['question']",
+    "raises_elsewhere": "raised KeyError: 'solution' ({file}:8)",
     "none": "returned None: return one finite number on every path",
     "nan": "returned nan: return one finite number",
     "text": "returned '1.0': return one finite number",
@@ -96,6 +119,7 @@ GIVE_NO_SCORE = {
     "not_awaited_group": "returned a coroutine that was not awaited: write it as `async def`",
 }
 GIVE_SOME = ["judge", "only_the_reference", "only_the_second_prompt", "only_some_of_a_group", "awaited_group"]
+GIVE_SOME += ["solution_first", "wraps_a_pair", "wraps_trl", "group_behind_a_wrapper"]
 PROMPTS = [Prompt(2, [1], "1+1=", "2", {"question": "1+1="}), Prompt(3, [1], "1+2=", "3", {"question": "1+2="})]
 
 

@@ -26,11 +26,25 @@ def load_function(key: str, name: str, *parameters: str) -> Callable[..., Any]:
     """
     function = import_function(key, name)
     try:
-        inspect.signature(function).bind(*parameters)
+        signature(function).bind(*parameters)
     except (TypeError, ValueError) as error:  # ValueError: a function of C that does not say
         wanted = f"{len(parameters)} arguments ({', '.join(parameters)})"
         raise UserError(f'{key}: "{name}" must take {wanted}: {error}') from error
     return function
+
+
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    """How it is called. What `functools.wraps` copies says less than a wrapper's own parameters, unless it passes on
+    all that it gets.
+
+    Raises:
+        ValueError: A function of C that does not say.
+    """
+    with contextlib.suppress(ValueError):  # a cache of C has no parameters of its own
+        own = inspect.signature(function, follow_wrapped=False)
+        if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in own.parameters.values()):
+            return own
+    return inspect.signature(function)
 
 
 def import_function(key: str, name: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, shown
-from torchtitan.grpo.process.import_path import import_function, load_function, source
+from torchtitan.grpo.process.import_path import import_function, load_function, signature, source
 from torchtitan.grpo.rewards.final_number import DIGITS_MAX, TEXT_COMMAND, last_number
 
 RewardFunction = Callable[..., Any]
@@ -109,13 +109,14 @@ def resolve(name: str) -> RewardFunction:
     names, found = _parameters(function), f'{key}: "{name}" ({source(function)})'
     if "completions" in names:
         raise UserError(f"{found} has the signature of TRL. {_AROUND}{_AS_TRL}")
-    if _OF_VERL.keys() & names[:2]:
+    if _OF_VERL.keys() & names[:2] and names[1:2] != ["prompt"]:
         given = ", ".join(f"{parameter}={_OF_VERL[parameter]}" for parameter in names if parameter in _OF_VERL)
         raise UserError(f"{found} has the signature of verl. {_AROUND}{_AS_VERL.format(given)}")
     if names[:1] == ["prompt"]:  # it would compare the answer with a row, and give 0 to all
         raise UserError(f"{found} has the prompt first: write (answer, prompt)")
     if _REFERENCES & set(names[1:2]):  # so would this one
-        raise UserError(f"{found} has {names[1]!r} second: write (answer, prompt), and prompt.answer for the reference")
+        wanted = f"write ({names[0]}, prompt), and prompt.answer for the reference"
+        raise UserError(f"{found} has {names[1]!r} second: {wanted}")
     return load_function(key, name, "answer", "prompt")
 
 
@@ -183,7 +184,7 @@ def checked_group(values: Any, answers: int) -> Iterable[Any]:
 
 def _parameters(function: RewardFunction) -> list[str]:
     with contextlib.suppress(ValueError):
-        return list(inspect.signature(function).parameters)
+        return list(signature(function).parameters)
     return []  # a function of C that does not say
 
 
