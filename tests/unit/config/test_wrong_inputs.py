@@ -614,6 +614,9 @@ FUNCTIONS = {
     "reward with the reference second": reward(
         "def score(answer, solution): return float(answer == solution)", "has 'solution' second", "prompt.answer"
     ),
+    "reward of groups with the reference second": reward(
+        "def score(answers, gold): return [1.0]", "has 'gold' second: write (answers, prompt)"
+    ),
     "reward in Python's own module": flag(
         "--reward.functions", "json:score", 'json/__init__.py has no function "score"'
     ),

@@ -115,7 +115,8 @@ def resolve(name: str) -> RewardFunction:
     if names[:1] == ["prompt"]:  # it would compare the answer with a row, and give 0 to all
         raise UserError(f"{found} has the prompt first: write (answer, prompt)")
     if _REFERENCES & set(names[1:2]):  # so would this one
-        wanted = f"write ({names[0]}, prompt), and prompt.answer for the reference"
+        first = "answers" if names[0] == "answers" else "answer"
+        wanted = f"write ({first}, prompt), and prompt.answer for the reference"
         raise UserError(f"{found} has {names[1]!r} second: {wanted}")
     return load_function(key, name, "answer", "prompt")
 
