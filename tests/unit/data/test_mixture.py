@@ -149,10 +149,11 @@ def test_a_row_may_name_its_functions(prompts_of, tmp_path):
     rows = [
         {"question": str(i), "answer": "1", "by": by} for i, by in enumerate(["exact_match", None, ["math_verify"]])
     ]
+    rows.append({"question": "4", "answer": "1"})
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     text = f'[data]\nsource = "jsonl"\npath = "{path}"\nreward_column = "by"\nshuffle = false\n[reward]\nfunctions = '
     prompts, _ = prompts_of(text + '["exact_match", "math_verify"]')
-    assert [prompt.functions for prompt in prompts.next(3)] == [("exact_match",), (), ("math_verify",)]
+    assert [prompt.functions for prompt in prompts.next(4)] == [("exact_match",), (), ("math_verify",), ()]
     with pytest.raises(UserError, match=r"rows\.jsonl:3: column 'by' names 'math_verify', which is not in \[reward\]"):
         prompts_of(text + '["exact_match"]')
     with pytest.raises(UserError, match=r"has no column 'b': set \[data\] reward_column to one of"):

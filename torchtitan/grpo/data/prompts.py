@@ -100,6 +100,7 @@ class PromptSource:
                 )
         self._kept_back = 0 if data.validation_path or data.validation_split else validation_prompts
         self._rows = load_rows(data, held_out, validation_prompts, asked, of_environment)
+        self._check_reward_column()
         self._positions, self._fingerprint, self._tokens = self._check_rows()
         self._epoch = 0
         self._taken = 0
@@ -263,6 +264,12 @@ class PromptSource:
             logger.warning(message, self._rows.name, blank, self.NOUN)
         return kept, digest.hexdigest(), ids.hexdigest()
 
+    def _check_reward_column(self) -> None:
+        column, rows = self._data.reward_column, self._rows
+        if column and not any(column in row for row in rows.rows):
+            columns = list(rows.rows[0])
+            raise UserError(f"{rows.name} has no column {column!r}: set [data] reward_column to one of {columns}")
+
     def _check_embeddings(self, prompt: Prompt) -> None:
         check_embeddings(prompt.token_ids, self._rows.place(prompt.index), self._tokenizer, self._vocab_size)
 
@@ -300,11 +307,7 @@ class PromptSource:
     def _reward_functions(self, row: DatasetRow, place: str) -> tuple[str, ...]:
         """The functions that the row names in `[data] reward_column`."""
         column = self._data.reward_column
-        if not column:
-            return ()
-        if column not in row:
-            raise UserError(f"{place} has no column {column!r}: set [data] reward_column to one of {list(row)}")
-        value = row[column] or []
+        value = (column and row.get(column)) or []  # a row that names none may leave the column out
         named = value if isinstance(value, list) else [value]
         for name in named:
             if name not in self._functions:
