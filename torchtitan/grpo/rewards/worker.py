@@ -239,7 +239,7 @@ class Function:
         if not self._takes_group:
             return [_score(value)]
         try:
-            return [_score(each) for each in checked_group(value, len(call.texts))]
+            return [LEFT_OUT if each is None else _score(each) for each in checked_group(value, len(call.texts))]
         except ValueError as error:
             return [Score(0.0, said(error)[:FAILURE_CHARS])] * len(call.texts)
 
@@ -278,6 +278,10 @@ def _seed_generators(call: Call) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:  # a function's: importing it here would slow the start
         sys.modules["numpy"].random.seed(seed)
+
+
+LEFT_OUT = Score(0.0, "returned None for this answer of a group, which leaves it out")
+"""A function of a group's answers has no score for one of them, and says so."""
 
 
 def _score(value: Any) -> Score:
