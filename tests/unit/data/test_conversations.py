@@ -88,10 +88,12 @@ def test_a_template_without_end_tokens_is_named(tokenizer, tmp_path, caplog):
 
 
 def test_missing_columns_and_bad_rows_are_named(tokenizer, tmp_path):
+    path = write(tmp_path / "b.jsonl", [{"messages": talk(1, 1), "fn": []}, {"messages": talk(1, 1)}])
+    source_of(tokenizer, path, messages_column="messages", tools_column="fn")  # not all rows need have tools
     path = write(tmp_path / "a.jsonl", [{"messages": talk(1, 1)}, {"messages": talk(1, 1)[:1]}])
     with pytest.raises(UserError, match=r"a\.jsonl:1 has no column 'chat': set \[data\] messages_column to one of"):
         source_of(tokenizer, path, messages_column="chat")
-    with pytest.raises(UserError, match=r"a\.jsonl:1 has no column 'fn': set \[data\] tools_column to one of"):
+    with pytest.raises(UserError, match=r"a\.jsonl has no column 'fn': set \[data\] tools_column to one of"):
         source_of(tokenizer, path, messages_column="messages", tools_column="fn")
     with pytest.raises(UserError, match=r"a\.jsonl:2: column 'messages' has no message of the assistant"):
         source_of(tokenizer, path, messages_column="messages")

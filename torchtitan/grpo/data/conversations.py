@@ -119,14 +119,12 @@ class ConversationSource(PromptSource):
 
     def _messages(self, position: int) -> Conversation:
         row, place, data = self._rows.rows[position], self._rows.place(position), self._data
-        for key, column in (("messages_column", data.messages_column), ("tools_column", data.tools_column)):
-            if column and column not in row:
-                raise UserError(f"{place} has no column {column!r}: set [data] {key} to one of {list(row)}")
-        said = f"{place}: column {data.messages_column!r}"
+        column = data.messages_column
+        if column not in row:
+            raise UserError(f"{place} has no column {column!r}: set [data] messages_column to one of {list(row)}")
+        said = f"{place}: column {column!r}"
         messages = conversation(row[data.messages_column], data.system_prompt, SOURCES[data.source].fills_columns, said)
-        tools = (
-            tools_of(row[data.tools_column], f"{place}: column {data.tools_column!r}") if data.tools_column else None
-        )
+        tools = tools_of(row.get(data.tools_column), f"{place}: column {data.tools_column!r}")
         documents, text = self._chat.documents(messages, tools, place)
         return _conversation(Prompt(position, [], text, self._sft.train_on, dict(row)), tuple(documents))
 

@@ -100,7 +100,7 @@ class PromptSource:
                 )
         self._kept_back = 0 if data.validation_path or data.validation_split else validation_prompts
         self._rows = load_rows(data, held_out, validation_prompts, asked, of_environment)
-        self._check_reward_column()
+        self._check_optional_columns()
         self._positions, self._fingerprint, self._tokens = self._check_rows()
         self._epoch = 0
         self._taken = 0
@@ -264,11 +264,14 @@ class PromptSource:
             logger.warning(message, self._rows.name, blank, self.NOUN)
         return kept, digest.hexdigest(), ids.hexdigest()
 
-    def _check_reward_column(self) -> None:
-        column, rows = self._data.reward_column, self._rows
-        if column and not any(column in row for row in rows.rows):
-            columns = list(rows.rows[0])
-            raise UserError(f"{rows.name} has no column {column!r}: set [data] reward_column to one of {columns}")
+    def _check_optional_columns(self) -> None:
+        """Refuse the name of a column that no row has. One row may leave it out."""
+        rows = self._rows
+        for key in ("reward_column", "tools_column"):
+            column = getattr(self._data, key)
+            if column and not any(column in row for row in rows.rows):
+                columns = list(rows.rows[0])
+                raise UserError(f"{rows.name} has no column {column!r}: set [data] {key} to one of {columns}")
 
     def _check_embeddings(self, prompt: Prompt) -> None:
         check_embeddings(prompt.token_ids, self._rows.place(prompt.index), self._tokenizer, self._vocab_size)
