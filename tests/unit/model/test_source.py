@@ -29,6 +29,7 @@ from torchtitan.grpo.model.source import (
     check_hf_weights,
     gather_hf,
     load_hf_weights,
+    resolve_for_run,
     resolve_model,
     write_hf,
 )
@@ -354,6 +355,14 @@ def test_no_weights(qwen3):
     (qwen3 / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r'neither model.safetensors nor .*weights = "random"'):
         load_hf_weights(built(source), source, qwen3)
+
+
+def test_weights_that_random_ones_replace_are_named(qwen3, tmp_path, caplog):
+    job, training = SimpleNamespace(dump_folder=str(tmp_path / "run")), SimpleNamespace(seq_len=64)
+    for folder, said in ((TINY_QWEN3, ""), (qwen3, f"The weights in {qwen3} are not loaded")):
+        model = SimpleNamespace(hf_assets_path=str(folder), weights="random")
+        resolve_for_run(SimpleNamespace(model=model, training=training, lora=None, job=job))
+        assert said in caplog.text and bool(said) == bool(caplog.text)
 
 
 def test_index_without_its_file_and_without_a_map(tmp_path):

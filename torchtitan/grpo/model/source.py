@@ -28,8 +28,9 @@ from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.shards import fill, whole
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
-from torchtitan.grpo.model.weight_files import check_headers, not_finite, weight_files
+from torchtitan.grpo.model.weight_files import check_headers, has_weights, not_finite, weight_files
 from torchtitan.grpo.weight_wire.model_identity import ModelIdentity, identity
+from torchtitan.tools.logging import logger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +131,8 @@ def resolve_for_run(config: Any) -> ModelSource:
             f'[job] dump_folder = "{config.job.dump_folder}" is the model\'s folder ([model] hf_assets_path): name '
             "another one for what the run writes"
         )
+    if config.model.weights == "random" and has_weights(source.folder):
+        logger.warning(f'The weights in {source.folder} are not loaded: [model] weights = "random"')
     return source
 
 

@@ -59,8 +59,15 @@ def _of_language_model(name: str) -> str:
     return ""
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def has_weights(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file() or (folder / INDEX).is_file()
+
+
 def weight_files(folder: Path) -> list[WeightFile]:
-    index_path, config_path = folder / "model.safetensors.index.json", folder / "config.json"
+    index_path, config_path = folder / INDEX, folder / "config.json"
     language_model = config_path.is_file() and has_other_parts(read_json(config_path))
     if (folder / "model.safetensors").is_file():
         return [WeightFile(folder / "model.safetensors", language_model)]
