@@ -1,4 +1,4 @@
-"""Write rows.jsonl: 2,000 words, each with its letters in alphabetical order and with somebody's draft of that."""
+"""Write rows.jsonl: 1,999 words, each with its letters in alphabetical order and with somebody's draft of that."""
 
 import json
 import random
