@@ -105,7 +105,7 @@ def _compile_when_called(function: Callable[..., Any], **options: Any) -> Callab
 
 def _when_called(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
     """Upstream's model families name its data loaders, which nothing here calls. Their module imports `datasets`, with
-    pandas and pyarrow: half a second and 60 MiB of each process. It is executed once it is used."""
+    pandas and pyarrow: 0.3 s and 80 MiB of each process. It is executed once it is used."""
 
     def load(name: str) -> Any:
         if vars(module).pop("__getattr__", None):

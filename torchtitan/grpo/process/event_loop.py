@@ -61,7 +61,10 @@ class LoopThread:
 
 
 async def all_of(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results. As soon as one fails, the others are cancelled, and its error is raised."""
+    """Their results. As soon as one fails, the others are cancelled, and its error is raised.
+
+    `asyncio.TaskGroup` forgets that it was cancelled if one of them then fails.
+    """
     if not coroutines:
         return []
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
