@@ -3,6 +3,7 @@
 
 runs      one configuration as sync, async and in-flight, at several ages and learning rates, with several seeds
 trl       TRL's GRPOTrainer or AsyncGRPOTrainer on the same model, prompts, rewards and held-out questions
+verl      verl's trainer on the same, with vLLM on the trainer's GPU
 report    tables of a folder's runs; the others write them too
 """
 
@@ -75,6 +76,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     trl.add_argument("--python", default=sys.executable, help="Python that has TRL 1.16 (default: this one)")
 
+    verl = commands.add_parser("verl", parents=[report, job], allow_abbrev=False)
+    verl.add_argument("--mode", choices=["sync", "colocate_async"], default="sync", help="verl's trainer_mode")
+    verl.add_argument("--python", default=sys.executable, help="Python that has verl 0.9.1 (default: this one)")
+
     commands.add_parser("report", parents=[report], allow_abbrev=False).set_defaults(time_limit_s=600.0)
     return parser
 
@@ -89,6 +94,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--trainer async needs --url, the address of a vLLM server")
     if args.command == "trl" and args.colocate and (args.url or args.trainer == "async" or args.gpus == ["cpu"]):
         parser.error("--colocate is for --trainer grpo on a GPU, without --url")
+    if args.command == "verl" and (len(args.gpus) > 1 or args.gpus == ["cpu"]):
+        parser.error("verl runs on one GPU")
     if args.command == "runs" and "cpu" in args.gpus and args.ranks > 1:
         parser.error("--gpus cpu has one rank")
     return args
@@ -98,12 +105,12 @@ def main(args: argparse.Namespace) -> int:
     """Import what the subcommand needs, which takes seconds, and run it."""
     from bench_common.output import Output
     from learning_bench.report import report
-    from learning_bench.runs import run_ours, run_trl
+    from learning_bench.runs import run_ours, run_trl, run_verl
 
     args.out.mkdir(parents=True, exist_ok=True)
     out = Output(True, args.json)
     out.record({"table": "arguments", "arguments": sys.argv[1:]})
-    failed = {"runs": run_ours, "trl": run_trl, "report": lambda *_: False}[args.command](args, out)
+    failed = {"runs": run_ours, "trl": run_trl, "verl": run_verl, "report": lambda *_: False}[args.command](args, out)
     report(args.out, args.thresholds, out)
     return int(failed)
 

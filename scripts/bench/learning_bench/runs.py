@@ -123,16 +123,25 @@ def run_ours(args: argparse.Namespace, out: Output) -> bool:
 
 
 def run_trl(args: argparse.Namespace, out: Output) -> bool:
-    """TRL's trainer at every learning rate and seed. It writes the metrics that ours writes, as far as it has them."""
-    flags = job_flags(args)
+    """TRL's trainer at every learning rate and seed."""
     name = "trl_async" if args.trainer == "async" else "trl_colocate" if args.colocate else "trl_grpo"
-    vllm = "colocate" if args.colocate else args.url or "-"
+    return _other(args, out, name, "trl_run.py", args.trainer, "colocate" if args.colocate else args.url or "-")
+
+
+def run_verl(args: argparse.Namespace, out: Output) -> bool:
+    """verl at every learning rate and seed."""
+    return _other(args, out, f"verl_{args.mode}", "verl_run.py", args.mode)
+
+
+def _other(args: argparse.Namespace, out: Output, name: str, program: str, *words: str) -> bool:
+    """Another trainer. Its program writes the metrics that ours writes, as far as it has them."""
+    flags = job_flags(args)
 
     def start(folder: Path, title: str, lr: float, seed: int, limit_s: float) -> str:
         own = flags | {"optimizer.lr": lr, "debug.seed": seed, "job.dump_folder": folder}
-        command = [args.python, str(BENCH / "learning_bench" / "trl_run.py"), args.trainer, vllm]
+        command = [args.python, str(BENCH / "learning_bench" / program), *words, *as_flags(own)]
         environment = device_environment(args.gpus) | import_environment()
-        process = ProcessGroup([*command, *as_flags(own)], folder.parent / f"{folder.name}.log", environment)
+        process = ProcessGroup(command, folder.parent / f"{folder.name}.log", environment)
         return follow(process, title, folder, limit_s, _show(out))
 
     wanted = [

@@ -8,7 +8,6 @@ names of grpo_train.py. Held-out questions are answered greedily by transformers
 """
 
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -16,44 +15,30 @@ from typing import Any
 
 import bench_common  # noqa: F401  puts the repository first on the path
 import torch
+from learning_bench.task import Task
 from learning_bench.trl_mends import mend_async_trainer, mend_server_client, take_prompts_as_text
 
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
+from torchtitan.grpo.data.tokenizer import end_token_ids
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rewards.functions import BUILT_IN
 
 ANSWERS_AT_ONCE = 64
 """Held-out questions that transformers answers together."""
 
 
-class Task:
-    """The configuration's prompts and rewards."""
+class TrlTask(Task):
+    """Rows and a reward as TRL takes them, and greedy answers of a model of transformers."""
 
     def __init__(self, config: Any) -> None:
-        self.tokenizer = load_tokenizer(config.model.hf_assets_path, config.data.chat_template_file)
+        super().__init__(config)
         self.tokenizer.padding_side = "left"
         self.ends = end_token_ids(self.tokenizer, config.model.hf_assets_path)
-        (self.held_out,) = load_held_out(config, self.tokenizer)
-        needed = config.training.steps * config.grpo.prompts_per_step
-        prompts = load_training(config, self.tokenizer, [self.held_out]).next(needed)
-        self.prompts = {prompt.index: prompt for prompt in prompts}
-        self.rows = [{"prompt": prompt.text, "index": prompt.index} for prompt in prompts]
-        functions = config.reward.functions
-        if len(functions) != 1 or functions[0] not in BUILT_IN:
-            raise UserError(f"[reward] functions = {functions}: TRL's runs take one of {list(BUILT_IN)}")
-        self._function, self._pattern = BUILT_IN[functions[0]], config.reward.answer_pattern
+        self.prompts = {prompt.index: prompt for prompt in self.training}
+        self.rows = [{"prompt": prompt.text, "index": prompt.index} for prompt in self.training]
 
     def reward(self, completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
         texts = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         return [self.score(text, self.prompts[i]) for text, i in zip(texts, index, strict=True)]
-
-    def score(self, text: str, prompt: Prompt) -> float:
-        if self._pattern:
-            text = ([""] + [match.group(1) for match in re.finditer(self._pattern, text)])[-1] or ""
-        return self._function(text, prompt)
 
     @torch.no_grad()
     def greedy_reward(self, model: Any, max_answer_tokens: int) -> float:
@@ -69,7 +54,7 @@ class Task:
         return total / len(prompts)
 
 
-def settings_of(kind: str, config: Any, task: Task, url: str) -> dict[str, Any]:
+def settings_of(kind: str, config: Any, task: TrlTask, url: str) -> dict[str, Any]:
     """Arguments of TRL's configuration. A step has the same number of answers."""
     grpo, answers = config.grpo, config.grpo.prompts_per_step * config.grpo.group_size
     settings: dict[str, Any] = {
@@ -92,7 +77,7 @@ def settings_of(kind: str, config: Any, task: Task, url: str) -> dict[str, Any]:
     }
     at_once = ANSWERS_AT_ONCE
     if kind == "async":  # it packs rows
-        longest = max(len(prompt.token_ids) for prompt in task.prompts.values()) + config.rollout.max_answer_tokens
+        longest = max(len(prompt.token_ids) for prompt in task.training) + config.rollout.max_answer_tokens
         at_once = max(1, config.training.tokens_per_microbatch // longest)
     at_once = max(n for n in range(1, min(answers, at_once) + 1) if answers % n == 0)
     settings |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": answers // at_once}
@@ -108,7 +93,7 @@ def settings_of(kind: str, config: Any, task: Task, url: str) -> dict[str, Any]:
 
 def main(kind: str, url: str, words: list[str]) -> int:
     config = load_config(words)
-    task = Task(config)
+    task = TrlTask(config)
     from datasets import Dataset
     from transformers import TrainerCallback
 

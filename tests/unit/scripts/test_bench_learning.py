@@ -14,10 +14,11 @@ import learning as bench  # noqa: E402
 from async_bench.modes import mode_flags  # noqa: E402
 from bench_common.arguments import as_flags  # noqa: E402
 from bench_common.output import Output  # noqa: E402
-from learning_bench import reached, runs  # noqa: E402
+from learning_bench import reached, runs, verl_run  # noqa: E402
 from learning_bench.report import report  # noqa: E402
 
 from torchtitan.grpo.config.load import load_config  # noqa: E402
+from torchtitan.grpo.data.samples import Prompt  # noqa: E402
 from torchtitan.grpo.errors import UserError  # noqa: E402
 
 
@@ -31,6 +32,7 @@ from torchtitan.grpo.errors import UserError  # noqa: E402
         ("runs --out x --gpus cpu --ranks 2", "--gpus cpu has one rank"),
         ("runs --out x --variant a/b", "'a/b' is to be letters and digits"),
         ("trl --out x --trainer async", "needs --url"),
+        ("verl --out x --gpus cpu", "verl runs on one GPU"),
     ],
 )
 def test_bad_arguments_are_refused_with_what_to_change(arguments, message, capsys):
@@ -163,3 +165,29 @@ def test_a_variant_differs_in_all_but_its_task(tmp_path, monkeypatch):
         job("--variant", "small", "--", "--data.source_args", '{"max": 5}')
     with pytest.raises(UserError, match=r"\(grpo.group_size\): name another folder, or a --variant"):
         job("--", "--grpo.group_size", "2")
+
+
+def test_a_line_of_verl_has_our_names_and_its_reward_is_ours():
+    data = {"critic/score/mean": 0.25, "response_length/mean": 10.5, "actor/perf/max_memory_allocated_gb": 3.0}
+    data |= {"timing_s/testing": 2.0, "val-core/task/acc/mean@1": 0.5, "val-aux/num_turns/mean": 2.0}
+    made = verl_run.line({"step": 4, "data": data}, 7.0, answers=8)
+    assert reached.curve([made]) == [reached.Point(4, 5.0, 84.0, 0.5)]
+    assert (made["reward/mean"], made["memory/allocated_peak_gib"]) == (0.25, 3.0)
+    assert (
+        verl_run.line({"step": 0, "data": {"val-core/task/reward/mean@1": 0.1}}, 1.0, 8)["validation/greedy_reward"]
+        == 0.1
+    )
+
+
+def test_the_reward_of_other_trainers_is_the_configurations():
+    from learning_bench.verl_reward import compute_score
+
+    (row,) = verl_run.rows([Prompt(3, [1], "What is 1 + 2?", "3", {"answer": "3"})])
+    assert row["prompt"][0]["content"] == "What is 1 + 2?"
+    truth = row["reward_model"]["ground_truth"]
+    answers = {"It is 3.": 1.0, "4": 0.0}
+    for pattern, text in (("", "{}"), ("<a>(.*?)</a>", "7 <a>{}</a> 9")):
+        assert {
+            answer: compute_score("task", text.format(answer), truth, row["extra_info"], "numeric_match", pattern)
+            for answer in answers
+        } == answers
