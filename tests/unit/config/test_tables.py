@@ -82,6 +82,8 @@ BAD = {
     "key of an earlier version": (SET + "min_p = 0.1", '"b" min_p is a key of an earlier version', "top_p"),
     "type": (MIXTURE + "weight = '2'", '[[data.mixture]] "a" weight = "2"', "write 2, without quotes"),
     "range": (MIXTURE + "weight = 0", '"a" weight = 0.0 must be over 0'),
+    "no end of a range": (SET + "max_answer_tokens = 10000000000", "= 10000000000 must be at most 1000000000"),
+    "weights whose sum is no number": (MIXTURE + "weight = 1e308", '"a" weight = 1e+308 must be at most 1000000000'),
     "range of [data]": (MIXTURE + "max_prompt_tokens = 0", '"a" max_prompt_tokens = 0 must be at least 1'),
     "argument of a source": (MIXTURE + "source_args = { size = 0 }", '"a" source_args size = 0 must be at least 1'),
     "key of [data] of an earlier version": (

@@ -277,23 +277,20 @@ def _check_list(value: Any, annotation: Any) -> list[Any]:
 
 
 def check_ranges(config: JobConfig) -> list[str]:
-    """Name each number that is outside its range, and say what the range is. No number is over LARGEST."""
-    messages = []
-    for key in keys().values():
-        value = attrgetter(key.path)(config)
-        no_end = key.range is not None and key.range.at_most is None and key.range.below is None
-        if no_end and value is not None and value > LARGEST:
-            messages.append(f"{label(key.path)} = {show(value)} must be at most {LARGEST}, as every number")
-        if problem := range_problem(key, value):
-            messages.append(f"{label(key.path)} = {problem}")
-    return messages
+    """Name each number that is outside its range, and say what the range is."""
+    problems = ((key, range_problem(key, attrgetter(key.path)(config))) for key in keys().values())
+    return [f"{label(key.path)} = {problem}" for key, problem in problems if problem]
 
 
 def range_problem(key: Key, value: Any) -> str:
-    """What is wrong with a number that is outside the key's range, "" if nothing is."""
-    if key.range is None or value is None or value in key.range:
+    """What is wrong with a number that is outside the key's range, "" if nothing is. No number is over LARGEST."""
+    if key.range is None or value is None:
         return ""
-    return f"{show(value)} must be {key.range}" + (f" ({key.range.why})" if key.range.why else "")
+    if value not in key.range:
+        return f"{show(value)} must be {key.range}" + (f" ({key.range.why})" if key.range.why else "")
+    if key.range.at_most is None and key.range.below is None and value > LARGEST:
+        return f"{show(value)} must be at most {LARGEST}, as every number"
+    return ""
 
 
 def unread(value_of: Callable[[str], Any], of: Iterable[Key]) -> Iterator[str]:
