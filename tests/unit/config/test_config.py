@@ -266,6 +266,10 @@ BAD_TOML = {
     ),
     "sglang without urls": ("[rollout]\nengine = 'sglang'", "[rollout] urls is empty", 'engine = "sglang"'),
     "vllm without urls": ("[rollout]\nengine = 'vllm'", "[rollout] urls is empty", "http://"),
+    "url of no host": (
+        "[rollout]\nurls = ['http://[::1']\n[weight_sync]\ntransport = 'disk'",
+        "[rollout] urls, entry 0: Invalid IPv6 URL",
+    ),
     "url scheme": ("[rollout]\nurls = ['a:8000']", "[rollout] urls, entry 0", "write http://host:port"),
     "url port": ("[rollout]\nurls = ['http://b', 'http://a:99999']", "[rollout] urls, entry 1", "range"),
     "url query": ("[rollout]\nurls = ['http://a:1/?k=v']", "[rollout] urls, entry 0", "write http://host:port"),
@@ -524,6 +528,14 @@ BAD_TOML = {
         "[rollout]\nserve_port = 8100\nserve_host = '0.0.0.0'",
         '[rollout] serve_host = "0.0.0.0" is open to other machines',
         "serve_key_env",
+    ),
+    "host of another machine": (
+        "[rollout]\nserve_port = 8100\nserve_host = '192.0.2.1'\nserve_key_env = 'HOME'",
+        '[rollout] serve_host = "192.0.2.1" is no address of this machine (Cannot assign requested address)',
+    ),
+    "host that is no name": (
+        "[rollout]\nserve_port = 8100\nserve_host = 'a..b'\nserve_key_env = 'HOME'",
+        '[rollout] serve_host = "a..b" is no address of this machine',
     ),
     "host of no endpoint": ("[rollout]\nserve_host = '::1'", "[rollout] serve_host", "serve_port over 0 only"),
     "key of no endpoint": ("[rollout]\nserve_key_env = 'sk-1'", "[rollout] serve_key_env = ...", "serve_port"),

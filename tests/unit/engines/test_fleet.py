@@ -312,6 +312,7 @@ def test_a_fleet_without_a_list_has_nothing_to_reread() -> None:
         ("http://b:port", "write http://host:port"),
         ("http://b:80000", "write http://host:port"),
         ("http://[::1:80", "write http://host:port"),
+        ("http://b..c:80", "label empty or too long"),
         ("http://me:hunter2@b:80", "a user or password for b: use [rollout] api_key_env"),
         (A, f"{A} is in line 2 already"),
     ],
@@ -336,8 +337,11 @@ def test_a_list_that_cannot_be_read(tmp_path) -> None:
     path.write_text("# nobody\n\n")
     with pytest.raises(UserError, match="lists no server"):
         read_urls(path)
-    path.write_bytes(b"http://b\xff:80\r\nhttp://[::1]:80\r\n")
-    assert read_urls(path)[1] == http_url("::1", 80) == "http://[::1]:80"
+    path.write_bytes(b"# \xff\r\nhttp://[::1]:80\r\n")
+    assert read_urls(path) == [http_url("::1", 80)] == ["http://[::1]:80"]
+    path.write_bytes(b"http://b\xff:80\r\n")
+    with pytest.raises(UserError, match="line 1: .*Invalid character"):
+        read_urls(path)
 
 
 @pytest.mark.parametrize("host", ["node7", "127.0.0.1", "::1", "fe80::1"])

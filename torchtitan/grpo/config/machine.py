@@ -3,6 +3,7 @@
 As in `contradictions`, all messages come at once, each with the key, its value and what to change.
 """
 
+import errno
 import os
 import re
 import resource
@@ -128,8 +129,15 @@ def _check_port(key: str, host: str, port: int) -> Iterator[str]:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the endpoint: an earlier run's is free
             probe.bind(address)
-    except OSError as error:
-        yield f"{key} = {port}: {host}:{port} cannot be opened ({error.strerror}): set another port, or 0 for none"
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host can be no name
+        why = getattr(error, "strerror", error)
+        if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
+            yield (
+                f"[rollout] serve_host = {show(host)} is no address of this machine ({why}): set "
+                '"127.0.0.1", or "0.0.0.0" for all that it has'
+            )
+        else:
+            yield f"{key} = {port}: {host}:{port} cannot be opened ({why}): set another port, or 0 for none"
 
 
 def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[str]:

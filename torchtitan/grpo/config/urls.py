@@ -15,8 +15,8 @@ which would take them first."""
 
 def is_of_another_node(url: str) -> bool:
     """Whether its address is known to be none of this machine's. Nobody is asked for a name."""
-    host = urlsplit(url).hostname or ""
     try:
+        host = urlsplit(url).hostname or ""
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
@@ -33,6 +33,7 @@ def url_problem(url: str) -> str | None:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as whoever asks for its address: "a..b" has an empty part
     except ValueError as error:
         return f"{error}; write http://host:port"
     if parts.username is not None or parts.password is not None:
