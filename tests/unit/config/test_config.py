@@ -615,6 +615,7 @@ LONG = "x" * 5000
         (["--rollout.urls", LONG], "is no base address"),
         (["--grpo.group_size", LONG], "is text, not int"),
         (["--grpo.group_size", "9" * 4000], "and at most 65536"),
+        (["--data.source_args", '{"a":' * 10**5], "source_args.*is text, not table"),
         (["--rollout.stop_token_ids", ",".join(["7"] * 5000)], "has 7 5000 times"),
         (["--" + LONG, LONG], "unknown flag"),
         ([LONG], "unexpected argument"),
@@ -628,6 +629,15 @@ def test_a_long_value_is_not_repeated_in_whole(flags, says):
     with pytest.raises(UserError, match=says) as caught:
         load_config([*MODEL, *flags])
     assert len(str(caught.value)) < 1500
+
+
+def test_a_number_that_python_does_not_write_is_refused(tmp_path):
+    huge = "0x" + "F" * 4000
+    with pytest.raises(UserError, match="4 problems") as caught:
+        load_toml(tmp_path, f"[data]\npath = {huge}\nsource_args = {{ max = {huge} }}\n[grpo]\nkl_coef = {huge}\nx = 1")
+    assert len(str(caught.value)) < 1500
+    with pytest.raises(UserError, match=r"group_size = 0xfff.* must be at least 2 and at most 65536"):
+        load_toml(tmp_path, f"[grpo]\ngroup_size = {huge}")
 
 
 def test_a_long_key_is_not_repeated_in_whole(tmp_path):
@@ -734,6 +744,11 @@ def test_toml_under_flags_over_defaults(tmp_path):
         (["--optimizer.lr", "3e-6"], "optimizer.lr", 3e-6),
         (["--data.system_prompt=--be brief"], "data.system_prompt", "--be brief"),
         (["--job.dump_folder", "~/x"], "job.dump_folder", str(Path.home() / "x")),
+        (
+            ["--weight_sync.transport", "disk", "--weight_sync.disk_folder", "~/x"],
+            "weight_sync.disk_folder",
+            str(Path.home() / "x"),
+        ),
         (["--job.custom_config_module", "torchtitan.grpo.config.job_config"], "grpo.group_size", 8),
         (["--parallelism.pipeline_parallel_degree", "1"], "parallelism.pipeline_parallel_degree", 1),
     ],

@@ -47,9 +47,17 @@ from torchtitan.tools.logging import logger
 
 CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"
-PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validation_path", "data.chat_template_file")
+PATHS = (
+    "job.dump_folder",
+    "model.hf_assets_path",
+    "data.path",
+    "data.validation_path",
+    "data.chat_template_file",
+    "checkpoint.folder",
+    "rollout.urls_file",
+    "weight_sync.disk_folder",
+)
 """Keys whose values may start with `~`, the home folder."""
-OTHER_PATHS = ("checkpoint.folder", "rollout.urls_file", "weight_sync.disk_folder")
 
 FULL = "full"
 """May follow `--dry_run` and `--check`, beside a target."""
@@ -131,10 +139,8 @@ def load_config(
     if unread and is_rank0:
         logger.info(f"{job}_train.py does not read {', '.join(unread)}")
 
+    given |= {name: os.path.expanduser(given[name]) for name in PATHS if name in given}
     config = _merge(given)
-    for name in PATHS:
-        section, _, key = name.rpartition(".")
-        setattr(getattr(config, section), key, os.path.expanduser(given.get(name, keys()[name].default)))
     rollout = config.rollout
     unnamed = COMMANDS[rollout.engine].bundled and not (rollout.urls or rollout.urls_file)
     if job == "grpo" and not rollout.replicas and (rollout.colocate or unnamed):
@@ -150,7 +156,7 @@ def load_config(
 
 def _check_paths(given: dict[str, Any]) -> Iterator[str]:
     """Paths with white space that nobody sees. In a TOML text, the backslashes of C:\\temp begin a tab."""
-    paths = [(label(name), given.get(name)) for name in (*PATHS, *OTHER_PATHS)]
+    paths = [(label(name), given.get(name)) for name in PATHS]
     for name in TABLES:
         tables = enumerate(given.get(name, []), start=1)
         paths += [
@@ -333,7 +339,7 @@ def _from_text(key: Key, texts: list[str], negated: bool) -> Any:
     if not texts:
         return not negated
     if key.type is dict:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(texts[0])
         return texts[0]
     if get_origin(key.type) is list:
