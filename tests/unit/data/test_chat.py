@@ -210,7 +210,10 @@ def test_a_system_prompt_is_put_first_and_never_twice():
         conversation(TALK, "Be kind.", False, "row 0")
 
 
-@pytest.mark.parametrize("value, said", [("{", "is not JSON"), ('{"a": 1}', "must be a list"), (3, "must be a list")])
+@pytest.mark.parametrize(
+    "value, said",
+    [("{", "is not JSON"), ("[" * 10**5, "is not JSON"), ('{"a": 1}', "must be a list"), (3, "must be a list")],
+)
 def test_tools_that_are_no_list_are_refused(value, said):
     with pytest.raises(UserError, match=said):
         tools_of(value, "row 0")
@@ -248,7 +251,7 @@ def test_a_template_whose_turns_end_in_no_end_token_is_warned_about(tokenizer, t
 def test_no_prompt_changes_at_midnight(tokenizer, call):
     day = f"{{{{ strftime_now{call} }}}} {{% if strftime_now is defined %}}of a clock{{% endif %}} "
     tokenizer.chat_template = day + CHATML
-    text = rendered(tokenizer, TALK[:2], tokenize=False, add_generation_prompt=True)
+    text = rendered(tokenizer, "row 0", TALK[:2], tokenize=False, add_generation_prompt=True)
     assert text.startswith("26 Jul 2024 of a clock <|im_start|>system")
     assert tokenizer.chat_template == day + CHATML, "which is exported"
 
@@ -256,5 +259,5 @@ def test_no_prompt_changes_at_midnight(tokenizer, call):
 def test_a_template_that_writes_the_date_in_another_way_is_a_warning(tokenizer, caplog):
     tokenizer.chat_template = "{% set how = '%Y' %}{{ strftime_now(how) }}" + CHATML
     for _ in range(2):
-        assert rendered(tokenizer, TALK[:2], tokenize=False).startswith("20")
+        assert rendered(tokenizer, "row 0", TALK[:2], tokenize=False).startswith("20")
     assert caplog.text.count("prompts change at midnight") == 1

@@ -2,7 +2,9 @@
 
 import json
 import logging
+from datetime import datetime
 
+import datasets
 import pytest
 
 from tests.helpers import TINY_QWEN3
@@ -14,6 +16,8 @@ from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+MARKED = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
 
 
 @pytest.fixture
@@ -24,6 +28,7 @@ def tokenizer():
 
 
 SAYS_W = {"role": "assistant", "content": "W"}
+HALF = {"role": "assistant", "content": "\ud83d"}
 
 
 def talk(a: int, b: int) -> list[dict]:
@@ -81,6 +86,24 @@ def test_pairs_are_what_the_warm_start_learns(tokenizer, tmp_path):
     assert text(tokenizer, source.next(1)[0]) == ("<bos>1+1=1 1<eos>", "1 1<eos>")
 
 
+def test_a_column_without_a_name_has_no_tools(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"": "0", "messages": talk(1, 1)}])  # as of a CSV file with row numbers
+    assert text(tokenizer, source_of(tokenizer, path, messages_column="messages").next(1)[0])[1] == "2<eos>"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "marked"])
+def test_messages_may_hold_what_json_does_not(tokenizer, tmp_path, monkeypatch, template):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "data"
+    path.mkdir()
+    tokenizer.chat_template = template
+    rows = [{"messages": [message | {"at": datetime(2026, 1, 1)} for message in talk(1, 1)]}]
+    datasets.Dataset.from_list(rows).to_parquet(path / "train.parquet")
+    data = Data(source="hf", path=str(path), messages_column="messages")
+    source = ConversationSource(data, tokenizer, 0, sft=Sft(), seq_len=64, end_ids=[tokenizer.eos_token_id])
+    assert text(tokenizer, source.next(1)[0])[1] == "2<eos>"
+
+
 def test_a_template_without_end_tokens_is_named(tokenizer, tmp_path, caplog):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     source_of(tokenizer, write(tmp_path / "a.jsonl", [{"messages": talk(1, 1)}]), messages_column="messages")
@@ -96,6 +119,9 @@ def test_missing_columns_and_bad_rows_are_named(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"a\.jsonl has no column 'fn': set \[data\] tools_column to one of"):
         source_of(tokenizer, path, messages_column="messages", tools_column="fn")
     with pytest.raises(UserError, match=r"a\.jsonl:2: column 'messages' has no message of the assistant"):
+        source_of(tokenizer, path, messages_column="messages")
+    write(tmp_path / "a.jsonl", [{"messages": talk(1, 1)}, {"messages": [*talk(1, 1), *talk(1, 1)[:1], HALF]}])
+    with pytest.raises(UserError, match=r"a\.jsonl:2 holds half of a surrogate pair"):
         source_of(tokenizer, path, messages_column="messages")
     write(tmp_path / "a.jsonl", [{"messages": talk(1, 1)}, {"messages": [*talk(1, 1), *talk(1, 1)[:1], SAYS_W]}])
     with pytest.raises(UserError, match=r"a\.jsonl:2 has id 62 \('W'\).*embeddings for 60"):

@@ -505,6 +505,9 @@ def test_sft_targets_end_with_the_end_token(tokenizer, tmp_path):
     assert tokenizer.decode(other.token_ids[other.trained].tolist()) == "1 1<eos>"
     with pytest.raises(UserError, match=r"no column 'stpes': set \[sft\] target_column to one of .*'steps'"):
         sft_pairs(prompts, data, "stpes", tokenizer)
+    cut = [replace(prompts[0], columns={"answer": "2 \ud83d"})]
+    with pytest.raises(UserError, match="The target of prompt 0 holds half of a surrogate pair"):
+        sft_pairs(cut, data, "", tokenizer)
     length = len(pair.token_ids)
     assert len(sft_pairs(prompts[:1], data, "", tokenizer, longest=length)) == 1
     with pytest.raises(UserError, match=rf"have {length} tokens, over \[training\] seq_len = {length - 1}: raise it"):
@@ -607,14 +610,18 @@ def test_missing_chat_template(plain_tokenizer):
         PromptSource(Data(), plain_tokenizer, 0)
 
 
-def test_chat_template_that_refuses_a_role(tokenizer, tmp_path):
-    folder = tmp_path / "strict"
-    shutil.copytree(TINY_QWEN3, folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="chat template refuses the messages: no system"):
-        PromptSource(Data(system_prompt="add"), load_tokenizer(str(folder)), 0)
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x", "no system"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_chat_template_that_refuses_messages(tokenizer, template, said, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(UserError, match=f"row [0-9]+: the chat template refuses these messages: {said}"):
+        PromptSource(Data(system_prompt="add"), tokenizer, 0)
 
 
 def test_messages_and_plain_text_or_two_system_messages_contradict(tokenizer, tmp_path):

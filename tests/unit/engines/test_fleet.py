@@ -340,7 +340,7 @@ def test_a_list_that_cannot_be_read(tmp_path) -> None:
     path.write_bytes(b"# \xff\r\nhttp://[::1]:80\r\n")
     assert read_urls(path) == [http_url("::1", 80)] == ["http://[::1]:80"]
     path.write_bytes(b"http://b\xff:80\r\n")
-    with pytest.raises(UserError, match="line 1: .*Invalid character"):
+    with pytest.raises(UserError, match=r"line 1: .*Invalid character"):
         read_urls(path)
 
 

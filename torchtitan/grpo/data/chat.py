@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -69,7 +68,7 @@ class ChatRenderer:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: turns[-1] + 1]  # what comes after the last turn teaches nothing
         if self.marked:
-            documents, text = [self._by_marks(messages, tools, place)], json.dumps(messages)
+            documents, text = [self._by_marks(messages, tools, place)], json.dumps(messages, default=str)
         else:
             rendered = self._rendered(messages, turns[-1:] if self._last_only else turns, tools, place)
             documents = [self._document(text, spans) for text, spans in rendered]
@@ -134,18 +133,27 @@ class ChatRenderer:
         return trained | (behind & np.isin(ids, self._end_ids))
 
     def _apply(self, messages: list[Message], tools: list[Any] | None, place: str, **how: Any) -> Any:
-        try:
-            return rendered(self._tokenizer, messages, tools, **self._arguments, **how)
-        except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"{place}: the chat template refuses these messages: {said(error)}") from error
+        return rendered(self._tokenizer, place, messages, tools, **self._arguments, **how)
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: list[Any] | None = None, **how: Any) -> Any:
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, place: str, messages: Any, tools: list[Any] | None = None, /, **how: Any
+) -> Any:
     """`apply_chat_template`, with TEMPLATE_DATE as today. Else the prompts of a run would change at midnight, and it
-    could not be resumed on another day."""
-    if "strftime_now" in str(tokenizer.chat_template):
-        how = {"chat_template": _dated(tokenizer.get_chat_template(tools=tools)), **how}
-    return tokenizer.apply_chat_template(messages, tools=tools, **how)
+    could not be resumed on another day.
+
+    Args:
+        place: Whose messages they are, for the error.
+
+    Raises:
+        UserError: The template refuses the messages.
+    """
+    try:
+        if "strftime_now" in str(tokenizer.chat_template):
+            how = {"chat_template": _dated(tokenizer.get_chat_template(tools=tools)), **how}
+        return tokenizer.apply_chat_template(messages, tools=tools, **how)
+    except Exception as error:  # a template is code, which may raise anything
+        raise UserError(f"{place}: the chat template refuses these messages: {said(error)}") from error
 
 
 @functools.cache
@@ -213,7 +221,7 @@ def tools_of(value: Any, place: str) -> list[Any] | None:
     """
     try:
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value or None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error}): write a list of tools") from error
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{place} must be a list of tools, not {shown(tools)}")

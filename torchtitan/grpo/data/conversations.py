@@ -1,5 +1,6 @@
 """Conversations to learn from: the rows of `[data]` for supervised fine-tuning."""
 
+import json
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import Prompts, load_held_out, load_training
 from torchtitan.grpo.data.prompts import PromptSource, plain, sft_pairs
 from torchtitan.grpo.data.samples import Conversation, Document, Prompt
-from torchtitan.grpo.data.tokenizer import check_embeddings
+from torchtitan.grpo.data.tokenizer import check_embeddings, check_text
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.sources.rows import DatasetRow
 from torchtitan.grpo.sources.table import SOURCES
@@ -124,7 +125,9 @@ class ConversationSource(PromptSource):
             raise UserError(f"{place} has no column {column!r}: set [data] messages_column to one of {list(row)}")
         said = f"{place}: column {column!r}"
         messages = conversation(row[data.messages_column], data.system_prompt, SOURCES[data.source].fills_columns, said)
-        tools = tools_of(row.get(data.tools_column), f"{place}: column {data.tools_column!r}")
+        written = row.get(data.tools_column) if data.tools_column else None  # a column may have no name
+        tools = tools_of(written, f"{place}: column {data.tools_column!r}")
+        check_text(json.dumps([messages, tools], ensure_ascii=False, default=str), place)
         documents, text = self._chat.documents(messages, tools, place)
         return _conversation(Prompt(position, [], text, self._sft.train_on, dict(row)), tuple(documents))
 

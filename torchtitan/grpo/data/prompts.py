@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence, Set
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +15,7 @@ from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.chat import joined_text, rendered
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.data.samples import ANY_VOCAB, Document, Prompt
-from torchtitan.grpo.data.tokenizer import check_embeddings
+from torchtitan.grpo.data.tokenizer import check_embeddings, check_text
 from torchtitan.grpo.errors import UserError, did_you_mean, said, shown
 from torchtitan.grpo.process.import_path import is_async, load_function, source
 from torchtitan.grpo.sources.rows import DatasetRow
@@ -282,12 +281,7 @@ class PromptSource:
         texts = [self._render(row, place) for row, place in zip(rows, places, strict=True)]
         answers = [self._answer(row, place) for row, place in zip(rows, places, strict=True)]
         for text, answer, place in zip(texts, answers, places, strict=True):
-            try:
-                (text + answer).encode()
-            except UnicodeEncodeError as error:
-                raise UserError(
-                    f"{place} holds half of a surrogate pair, as of a cut emoji: write the character whole"
-                ) from error
+            check_text(text + answer, place)
         # A chat template writes its own begin token; plain text gets the tokenizer's.
         token_ids = (
             self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"] if texts else []
@@ -327,12 +321,8 @@ class PromptSource:
         messages = chat_messages(row[column], self._data, place)
         if not self._data.chat_template:
             return messages[0]["content"]
-        try:
-            own = self._template_arguments
-            return rendered(self._tokenizer, messages, tokenize=False, add_generation_prompt=True, **own)
-        except jinja2.TemplateError as error:
-            template = self._data.chat_template_file or "the tokenizer's chat template"
-            raise UserError(f"{place}: {template} refuses the messages: {said(error)}") from error
+        own = self._template_arguments
+        return rendered(self._tokenizer, place, messages, tokenize=False, add_generation_prompt=True, **own)
 
     def _answer(self, row: DatasetRow, place: str) -> str:
         column = self._data.answer_column
@@ -375,6 +365,7 @@ def sft_pairs(
     for prompt in prompts:
         column = target_column or own_columns.get(prompt.source, data.answer_column)
         texts.append(_text(prompt.columns, column, f"Prompt {prompt.index}", key, "with the text to learn"))
+        check_text(texts[-1], f"The target of prompt {prompt.index}")
     targets = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     documents = []
     for prompt, target in zip(prompts, targets, strict=True):

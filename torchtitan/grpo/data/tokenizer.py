@@ -5,9 +5,9 @@ import logging
 import os
 from collections.abc import Iterable
 
-import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.chat import rendered
 from torchtitan.grpo.data.samples import ANY_VOCAB
 from torchtitan.grpo.errors import UserError
 
@@ -56,6 +56,20 @@ def load_tokenizer(folder: str, chat_template_file: str = "", vocab_size: int | 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse a text that is no Unicode, which no tokenizer takes.
+
+    Raises:
+        UserError: It has half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where} holds half of a surrogate pair, as of a cut emoji: write the character whole"
+        ) from error
 
 
 def check_embeddings(ids: Iterable[int], where: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -116,8 +130,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (jinja2.TemplateError, TypeError, ValueError):  # it wants other messages
+        text = rendered(tokenizer, "", messages, tokenize=False)
+    except UserError:  # it wants other messages
         return None
     behind = tokenizer(text.rpartition("b")[2], add_special_tokens=False)["input_ids"][:1]
     added = tokenizer.added_tokens_decoder

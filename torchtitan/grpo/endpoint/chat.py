@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.chat import joined_text, rendered
 from torchtitan.grpo.endpoint.requests import BadRequest, TooLong
 from torchtitan.grpo.endpoint.sessions import Place, Session
+from torchtitan.grpo.errors import UserError
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -149,11 +149,11 @@ class Chat:
         """
         if not self._tokenizer.chat_template:
             raise BadRequest("messages", "this run's tokenizer has no chat template: use /v1/completions")
-        own = self._arguments
+        how = {"tokenize": False, "add_generation_prompt": prompt}
         try:
-            return rendered(self._tokenizer, messages, tools, tokenize=False, add_generation_prompt=prompt, **own)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise BadRequest("messages", f"the run's chat template refuses these messages: {error}") from error
+            return rendered(self._tokenizer, "this run", messages, tools, **how, **self._arguments)
+        except UserError as error:
+            raise BadRequest("messages", str(error)) from error
 
 
 async def off_loop(characters: int, work: Callable[..., T], *arguments: Any) -> T:
