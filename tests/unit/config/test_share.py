@@ -30,6 +30,12 @@ def test_each_process_has_a_part_of_each_minibatch():
         assert rollout_processes(loaded(*flags, servers=64)) == processes
 
 
+def test_each_process_has_a_part_of_the_window():
+    ahead = "--async_grpo.enabled", "--async_grpo.order_window"
+    assert rollout_processes(loaded(*ahead, "129", servers=64)) == 1
+    assert rollout_processes(loaded(*ahead, "130", servers=64)) == 2
+
+
 def test_the_key_decides_if_it_is_set():
     assert rollout_processes(loaded("--rollout.processes", "4", servers=33)) == 4
 

@@ -293,7 +293,7 @@ class Rollout:
     """Requests in flight per server, each for a group or an environment's turn. 0: 256 groups, or 512 turns
     (docs/performance.md)."""
     processes: Annotated[int, Range(at_least=0, at_most=64)] = 0
-    """Processes that share the work of rollouts (docs/processes.md). 0: one for every 32 servers."""
+    """Processes that share rollouts (docs/processes.md). 0: one for every 32 `urls` or `replicas`."""
     request_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 600.0
     """Longest wait for one request, and for a teacher's scores of a group (docs/distillation.md)."""
     group_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1200.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,16 @@ SERVERS_OF_A_PROCESS = 32
 
 
 def rollout_processes(config: JobConfig) -> int:
-    """`[rollout] processes`, or how many the servers need: as many as divide the prompts of each minibatch."""
+    """`[rollout] processes`, or how many the servers need: as many as divide the prompts of each minibatch, and
+    `[async_grpo] order_window`. Servers of a `urls_file`, which may change, do not count."""
     rollout, prompts = config.rollout, config.grpo.prompts_per_step // config.grpo.minibatches
     if rollout.processes:
         return rollout.processes
     if any(needs_one_process(config)):
         return 1
     wanted = -(-max(rollout.replicas, len(rollout.urls)) // SERVERS_OF_A_PROCESS)
-    return next(n for n in range(max(1, min(wanted, prompts)), 0, -1) if prompts % n == 0)
+    shared = math.gcd(prompts, config.async_grpo.order_window)
+    return next(n for n in range(max(1, min(wanted, shared)), 0, -1) if shared % n == 0)
 
 
 def needs_one_process(config: JobConfig) -> Iterator[str]:
