@@ -10,14 +10,12 @@ from torchtitan.grpo.config.other_trainers import NOT_THE_POLICY, entry_of
 from torchtitan.grpo.config.unsupported import honoured_keys, unsupported_by
 from torchtitan.grpo.errors import nearest
 
-REFUSED = {
-    **dict.fromkeys(
-        ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-        "would sample from probabilities that the loss does not know: its ratios would be wrong, so change the reward "
-        "instead",
-    ),
-}
-"""Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
+_REFUSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+"""Sampling parameters of servers that training cannot have. Their sections do not matter."""
+_WHY = (
+    "would sample from probabilities that the loss does not know: its ratios would be wrong, so change the reward "
+    "instead"
+)
 
 
 def unknown_name(section: str, name: str, value: Any) -> str:
@@ -37,8 +35,8 @@ def unknown_name(section: str, name: str, value: Any) -> str:
         return f"unknown section [{shortened(path)}]: {hint}"
     if path in GONE:
         return f"{label(path)} is a key of an earlier version: {GONE[path]}"
-    if name in REFUSED and not _is_elsewhere(path):
-        return f"{label(path) if section else name} {REFUSED[name]}"
+    if name in _REFUSED and not _is_elsewhere(path):
+        return f"{label(path) if section else name} {_WHY}"
     what = f"[{section}] {shortened(name)}" if section else f"{shortened(name)} outside any section"
     return f"unknown key {what}: {_meant(path, label)}"
 
@@ -49,8 +47,8 @@ def unknown_flag(flag: str) -> str:
     section, _, name = path.rpartition(".")
     if gone := GONE.get(path) or GONE.get(f"{section}.{name.removeprefix('no_')}"):
         return f"{flag} is a flag of an earlier version: {gone}"
-    if name in REFUSED and not _is_elsewhere(path):
-        return f"{shortened(flag)} {REFUSED[name]}"
+    if name in _REFUSED and not _is_elsewhere(path):
+        return f"{shortened(flag)} {_WHY}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"
 
 

@@ -23,6 +23,7 @@ from urllib.parse import quote, urlsplit
 
 from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.job_config import Data, HeldOutSet, MixtureSource
+from torchtitan.grpo.config.tables import PATH_KEYS
 from torchtitan.grpo.errors import UserError, in_words
 
 if TYPE_CHECKING:
@@ -110,17 +111,14 @@ def fetched(config: JobConfig, data: bool = True, files: Sequence[str] = ()) -> 
 
 def _table(title: str, table: Table, limit_s: float) -> Table:
     rows = _rows(f'{title} "{table.name}"', table.data, limit_s)
-    given = {key: named(getattr(rows, key)) if key in _PATHS else value for key, value in table.given.items()}
+    given = {key: named(getattr(rows, key)) if key in PATH_KEYS else value for key, value in table.given.items()}
     return replace(table, data=rows, given=given)
-
-
-_PATHS = ("path", "validation_path")
 
 
 def _rows(title: str, data: Data, limit_s: float) -> Data:
     if data.source != "hf":
         return data
-    given = {key: path for key in _PATHS if (path := getattr(data, key))}
+    given = {key: path for key in PATH_KEYS if (path := getattr(data, key))}
     own: dict[str, Any] = {k: local_folder(f"{title} {k}", p, "dataset", ROWS, limit_s) for k, p in given.items()}
     return replace(data, **own)
 

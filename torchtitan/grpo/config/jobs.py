@@ -60,8 +60,7 @@ _OF_TABLES: dict[Job, tuple[str, ...]] = {
 def without_unread(given: dict[str, Any], job: Job) -> tuple[dict[str, Any], list[str]]:
     """What the job reads of the checked keys by path, and the other sections and keys, unless they have defaults."""
     names = {*_OF_TABLES[job], *(path.removeprefix("data.") for path in UNREAD[job] if path.startswith("data."))}
-    changed = [path for path, value in given.items() if value != keys()[path].default]
-    left_out = {covering(path, UNREAD[job]) for path in changed}
+    left_out = {covering(path, UNREAD[job]) for path, value in given.items() if value != keys()[path].default}
     kept = {path: value for path, value in given.items() if not covering(path, UNREAD[job])}
     for path in TABLES:
         if path in kept:

@@ -20,7 +20,7 @@ def to_values(config: JobConfig) -> dict[str, Any]:
 def from_values(values: dict[str, Any]) -> JobConfig:
     """Inverse of `to_values`, for reading. Sections of this project are its own classes again, with their properties.
     Those of torchtitan have values alone."""
-    own = {field.name: type(getattr(job_config.JobConfig(), field.name)) for field in fields(job_config.JobConfig)}
+    own: dict[str, Any] = {field.name: field.type for field in fields(job_config.JobConfig)}
     return cast("JobConfig", SimpleNamespace(**{name: _section(own.get(name), of) for name, of in values.items()}))
 
 

@@ -65,15 +65,17 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
 
     def described(sample: Sample) -> dict[str, Any]:
         known = _fields(sample, but=(*PER_TOKEN, "top", "routes", "kept", "final"))
+        known |= {"prompt": number[id(sample.prompt)], "masked": sample.loss_mask is not None}
         is_taught, has_top = sample.teacher_logprobs is not None, own_top(sample) is not None
-        taught = {"taught": True} if is_taught else {}
+        if is_taught:
+            known["taught"] = True
         if sample.kept is not None:
-            taught["kept"] = True
+            known["kept"] = True
         if has_top != is_taught and (exact or has_top):
-            taught["top"] = has_top
+            known["top"] = has_top
         if exact and sample.routes is not None and not len(sample.routes):
-            taught["routed"] = True
-        return known | {"prompt": number[id(sample.prompt)], "masked": sample.loss_mask is not None} | taught
+            known["routed"] = True
+        return known
 
     about = about | {
         "prompts": [_fields(prompt, but=("token_ids",)) for prompt in prompts],
@@ -86,32 +88,25 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
     else:
         columns["teacher_logprobs"] = [s.teacher_logprobs or [0.0] * len(s.token_ids) for s in samples]
     dtypes = PER_TOKEN | (dict.fromkeys(_FLOATS, np.float64) if exact else {})
-    top: dict[str, np.ndarray] = {}
-    if k:
-        parts = [own_top(sample) or TopTokens.none(len(sample.token_ids), k) for sample in samples]
-        top["top_ids"] = np.concatenate([part.ids for part in parts])
-        top["top_logprobs"] = np.concatenate([part.logprobs for part in parts])
     prompt_ids = [prompt.token_ids for prompt in prompts]
-    routes = [sample.routes for sample in samples if sample.routes is not None]
-    routed: dict[str, np.ndarray] = {}
-    if routes:
-        lengths = [0 if sample.routes is None else len(sample.routes) for sample in samples]
-        routed = {"routes": np.concatenate(routes), "route_lengths": np.array(lengths, np.int64)}
-    kept: dict[str, np.ndarray] = {}
-    if any(sample.kept is not None for sample in samples):
-        joined = KeptTokens.joined([sample.kept or KeptTokens.all(len(sample.token_ids)) for sample in samples])
-        kept = {"kept_counts": joined.counts, "kept_ids": joined.ids}
-    return {
-        **routed,
-        **top,
-        **kept,
-        **{name: _laid(lists, dtypes[name]) for name, lists in columns.items()},
+    arrays = {name: _laid(lists, dtypes[name]) for name, lists in columns.items()} | {
         "answer_lengths": np.array([len(ids) for ids in columns["token_ids"]], np.int64),
         "prompt_ids": _laid(prompt_ids, np.int32),
         "prompt_lengths": np.array([len(ids) for ids in prompt_ids], np.int64),
         # An environment may keep an object of its own in a prompt's columns.
         "about": np.frombuffer(json.dumps(about, default=str, skipkeys=True).encode(), np.uint8),
     }
+    if k:
+        parts = [own_top(sample) or TopTokens.none(len(sample.token_ids), k) for sample in samples]
+        arrays["top_ids"] = np.concatenate([part.ids for part in parts])
+        arrays["top_logprobs"] = np.concatenate([part.logprobs for part in parts])
+    if routes := [sample.routes for sample in samples if sample.routes is not None]:
+        lengths = [0 if sample.routes is None else len(sample.routes) for sample in samples]
+        arrays["routes"], arrays["route_lengths"] = np.concatenate(routes), np.array(lengths, np.int64)
+    if any(sample.kept is not None for sample in samples):
+        joined = KeptTokens.joined([sample.kept or KeptTokens.all(len(sample.token_ids)) for sample in samples])
+        arrays["kept_counts"], arrays["kept_ids"] = joined.counts, joined.ids
+    return arrays
 
 
 def from_arrays(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]:

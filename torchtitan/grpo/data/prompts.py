@@ -90,8 +90,7 @@ class PromptSource:
                 f"[data] chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template: set "
                 "[data] chat_template = false to send plain text, or give a template by [data] chat_template_file"
             )
-        self._template_arguments = data.chat_template_kwargs
-        for name in self._template_arguments:
+        for name in data.chat_template_kwargs:
             if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
                 raise UserError(
                     f"[data] chat_template_kwargs names {name!r}, which the chat template of {tokenizer.name_or_path} "
@@ -321,8 +320,8 @@ class PromptSource:
         messages = chat_messages(row[column], self._data, place)
         if not self._data.chat_template:
             return messages[0]["content"]
-        own = self._template_arguments
-        return rendered(self._tokenizer, place, messages, tokenize=False, add_generation_prompt=True, **own)
+        how = {"tokenize": False, "add_generation_prompt": True}
+        return rendered(self._tokenizer, place, messages, **how, **self._data.chat_template_kwargs)
 
     def _answer(self, row: DatasetRow, place: str) -> str:
         column = self._data.answer_column
