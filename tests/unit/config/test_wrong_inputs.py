@@ -385,7 +385,7 @@ MODELS = {
         spoil=lambda folder: (rows()(folder), edit(CONFIG, vocab_size=60)(folder)),
     ),
     "torn generation_config.json": wrong(
-        {}, "generation_config.json is not a JSON object", spoil=write("model/generation_config.json", "{")
+        {}, "generation_config.json is no generation config", spoil=write("model/generation_config.json", "{")
     ),
     "a held-out set longer than the model": wrong(
         {"--job.config_file": "run.toml"},

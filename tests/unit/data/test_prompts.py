@@ -89,6 +89,10 @@ def test_end_tokens_come_from_the_tokenizer_and_the_generation_config(tokenizer,
     assert end_token_ids(tokenizer, str(tmp_path)) == [2, 5]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert end_token_ids(tokenizer, str(tmp_path)) == [2, 7]
+    for wrong in ("[7]", '{"eos_token_id": "7"}', '{"eos_token_id": [null]}', "{"):
+        (tmp_path / "generation_config.json").write_text(wrong)
+        with pytest.raises(UserError, match=r"generation_config\.json is no generation config \(.*: download it again"):
+            end_token_ids(tokenizer, str(tmp_path))
 
 
 def test_missing_tokenizer(tmp_path):

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterable
 
+import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.chat import rendered
@@ -92,6 +93,12 @@ def check_embeddings(ids: Iterable[int], where: str, tokenizer: PreTrainedTokeni
         )
 
 
+class _GenerationConfig(msgspec.Struct):
+    """What is read of generation_config.json."""
+
+    eos_token_id: int | list[int] | None = None
+
+
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str, vocab_size: int = ANY_VOCAB) -> list[int]:
     """Ids of the tokens that end an answer: the tokenizer's end token, then those of generation_config.json.
 
@@ -103,9 +110,9 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str, vocab_size: i
     if os.path.isfile(path):
         try:
             with open(path, encoding="utf-8") as file:
-                listed = json.load(file).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path} is not a JSON object ({error}): download it again") from error
+                listed = msgspec.convert(json.load(file), _GenerationConfig).eos_token_id
+        except (ValueError, msgspec.ValidationError) as error:
+            raise UserError(f"{path} is no generation config ({error}): download it again") from error
         listed = [] if listed is None else [listed] if isinstance(listed, int) else listed
         ids += [token for token in listed if token not in ids]
     if not ids:
