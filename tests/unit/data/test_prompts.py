@@ -4,6 +4,7 @@ import codecs
 import copy
 import gzip
 import json
+import logging
 import shutil
 from dataclasses import asdict, fields, replace
 
@@ -276,14 +277,17 @@ def test_plain_text_gets_the_tokenizers_begin_token(plain_tokenizer):
     assert prompt.token_ids[0] == plain_tokenizer.bos_token_id
 
 
-def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path, caplog):
-    rows = [*questions(3), {"question": "1+" * 50, "answer": "x"}, *questions(2, 20)]
+def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = copy.deepcopy(tokenizer)  # which warns once
+    rows = [*questions(3), {"question": "1+" * 300, "answer": "x"}, *questions(2, 20)]
     data = Data(source="jsonl", path=write_jsonl(tmp_path / "a.jsonl", rows), max_prompt_tokens=20)
     source = PromptSource(data, tokenizer, 0)
     assert len(source) == 5
     assert 3 not in {prompt.index for prompt in source.next(20)}
     assert "1 of 6 prompts are over [data] max_prompt_tokens = 20 and are left out" in caplog.text
-    assert "a.jsonl:4 with 101 tokens" in caplog.text
+    assert "a.jsonl:4 with 601 tokens" in caplog.text
+    assert "indexing errors" not in caplog.text, "transformers' own words about a row that is left out"
     data.max_prompt_tokens = 2
     with pytest.raises(UserError, match=r"Every prompt .*max_prompt_tokens = 2"):
         PromptSource(data, tokenizer, 0)
@@ -656,7 +660,7 @@ def test_bad_hf_folder(tokenizer, gsm8k, tmp_path):
 
 def test_too_few_rows_to_hold_any_out(tokenizer, tmp_path):
     data = Data(source="jsonl", path=write_jsonl(tmp_path / "a.jsonl", questions(4)))
-    with pytest.raises(UserError, match=r"has 4 rows and \[validation\] prompts = 4"):
+    with pytest.raises(UserError, match=r"has 4 rows, and \[validation\] prompts or those of a set hold out 4"):
         PromptSource(data, tokenizer, 0, validation_prompts=4)
     data = Data(source="jsonl", path=write_jsonl(tmp_path / "b.jsonl", questions(1) * 4))
     with pytest.raises(UserError, match="repeats a held-out question"):

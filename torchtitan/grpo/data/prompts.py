@@ -282,9 +282,9 @@ class PromptSource:
         for text, answer, place in zip(texts, answers, places, strict=True):
             check_text(text + answer, place)
         # A chat template writes its own begin token; plain text gets the tokenizer's.
-        token_ids = (
-            self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"] if texts else []
-        )
+        special = not self._data.chat_template
+        # verbose: it warns of rows beyond the model's positions, and those over the limit are left out.
+        token_ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
         return [
             Prompt(
                 position,
@@ -365,7 +365,7 @@ def sft_pairs(
         column = target_column or own_columns.get(prompt.source, data.answer_column)
         texts.append(_text(prompt.columns, column, f"Prompt {prompt.index}", key, "with the text to learn"))
         check_text(texts[-1], f"The target of prompt {prompt.index}")
-    targets = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    targets = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     documents = []
     for prompt, target in zip(prompts, targets, strict=True):
         check_embeddings(target, f"The target of prompt {prompt.index}", tokenizer, vocab_size)
