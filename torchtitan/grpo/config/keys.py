@@ -326,11 +326,11 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON may hold as it is
     if isinstance(value, list):
         return f"[{', '.join(toml(element) for element in value)}]"
     if isinstance(value, dict):
-        entries = [f"{json.dumps(name, ensure_ascii=False)} = {toml(element)}" for name, element in value.items()]
+        entries = [f"{toml(name)} = {toml(element)}" for name, element in value.items()]
         return f"{{ {', '.join(entries)} }}" if entries else "{}"
     if isinstance(value, int) and value.bit_length() > 10_000:  # of over 4,300 digits, Python writes no decimals
         return hex(value)
