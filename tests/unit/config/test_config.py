@@ -1014,7 +1014,7 @@ def test_dry_run_is_a_file_of_the_same_run(tmp_path):
         "--grpo.group_size",
         "4",
         "--reward.answer_pattern",
-        "a\"\x7f\\s(\\d+)",
+        'a"\x7f\\s(\\d+)',
         "--training.seq_len",
         "512",
         "--data.max_prompt_tokens",

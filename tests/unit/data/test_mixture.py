@@ -115,7 +115,9 @@ def test_a_solved_source_leaves_the_others_until_all_are_solved(prompts_of):
     assert {prompt.source for prompt in mixture.next(40)} == {"large"}
     resumed, _ = prompts_of(TWO.replace("[data]", '[data]\ncurriculum = "torchtitan.grpo.data.curricula:unsolved"'))
     resumed.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
+    drawn = mixture.state_dict()["drawn"]
     assert resumed.next(40) == mixture.next(40)
+    assert mixture.state_dict()["drawn"] == drawn + 40, "a source of small weight is not waited for"
     for index in range(25, 125):
         mixture.record(index, 1.0)
     with pytest.raises(UserError, match="refuses every one of the 100 prompts"):

@@ -26,7 +26,7 @@ def source_of_draw(draw: int, weights: Sequence[float], seed: int) -> int:
     the run has close to each source's share: of n consecutive draws, n * share and about log(n) more or less.
 
     Args:
-        weights: One per source. A source's share is its weight over their sum.
+        weights: One per source, 0 for one that gives none. A source's share is its weight over their sum.
         seed: Where the sequence starts.
     """
     start = int.from_bytes(hashlib.blake2b(f"mixture/{seed}".encode(), digest_size=8).digest(), "little")
@@ -49,7 +49,6 @@ class Mixture:
 
     def __init__(self, tables: Sequence[MixtureSource], prompts: Sequence[PromptSource], seed: int) -> None:
         self.tables, self._prompts, self._seed = tables, prompts, seed
-        self._weights = [table.weight for table in tables]
         self._offsets = [0, *itertools.accumulate(source.rows for source in prompts)]
         self._drawn = 0
         self._exhausted: set[int] = set()
@@ -76,7 +75,8 @@ class Mixture:
         while len(prompts) < n:
             draws = range(self._drawn, self._drawn + n - len(prompts))
             self._drawn = draws.stop
-            sources = [source_of_draw(draw, self._weights, self._seed) for draw in draws]
+            weights = [0.0 if i in self._exhausted else table.weight for i, table in enumerate(self.tables)]
+            sources = [source_of_draw(draw, weights, self._seed) for draw in draws]
             taken = {i: iter(self._take(i, count)) for i, count in Counter(sources).items()}
             prompts += [prompt for i in sources if (prompt := next(taken[i], None)) is not None]
         return prompts
@@ -130,9 +130,7 @@ class Mixture:
         self._seed, self._drawn, self._exhausted = state["seed"], state["drawn"], set(state["exhausted"])
 
     def _take(self, i: int, count: int) -> list[Prompt]:
-        """The next `count` prompts of a source; none once the curriculum refuses all of them."""
-        if i in self._exhausted:
-            return []
+        """The next `count` prompts of a source; none if the curriculum refuses all of them."""
         try:
             return [self._own(i, prompt) for prompt in self._prompts[i].next(count)]
         except NothingToAsk as error:
