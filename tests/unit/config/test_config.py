@@ -1096,6 +1096,10 @@ def test_a_colocated_run_of_more_ranks_is_read_by_fewer(tmp_path):
 
 
 def test_a_list_as_the_file_writes_it_is_no_text():
-    listed = load_config(["--model.hf_assets_path", "m", "--rollout.stop", '["</a>", "x, y"]']).rollout.stop
-    assert listed == ["</a>", "x, y"]
-    assert load_config(["--model.hf_assets_path", "m", "--rollout.stop", "[a],</b>"]).rollout.stop == ["[a]", "</b>"]
+    def stop(text: str) -> list[str]:
+        return load_config([*MODEL, "--rollout.stop", text]).rollout.stop
+
+    for written in ('["</a>", "x, y"]', """[ '</a>', "x, y" ]"""):
+        assert stop(written) == ["</a>", "x, y"]
+    assert stop("[a],</b>") == ["[a]", "</b>"] and stop("[" * 5000) == ["[" * 5000]
+    assert load_config([*MODEL, "--rollout.stop_token_ids", "[1, 2]"]).rollout.stop_token_ids == [1, 2]
