@@ -628,7 +628,7 @@ def test_missing_chat_template(plain_tokenizer):
 )
 def test_chat_template_that_refuses_messages(tokenizer, template, said, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(UserError, match=f"row [0-9]+: the chat template refuses these messages: {said}"):
+    with pytest.raises(UserError, match=f"row [0-9]+: the tokenizer's chat template refuses these messages: {said}"):
         PromptSource(Data(system_prompt="add"), tokenizer, 0)
 
 
@@ -660,7 +660,7 @@ def test_bad_hf_folder(tokenizer, gsm8k, tmp_path):
 
 def test_too_few_rows_to_hold_any_out(tokenizer, tmp_path):
     data = Data(source="jsonl", path=write_jsonl(tmp_path / "a.jsonl", questions(4)))
-    with pytest.raises(UserError, match=r"has 4 rows, and \[validation\] prompts or those of a set hold out 4"):
+    with pytest.raises(UserError, match="has 4 rows, and 4 are held out, which leaves no row to train on"):
         PromptSource(data, tokenizer, 0, validation_prompts=4)
     data = Data(source="jsonl", path=write_jsonl(tmp_path / "b.jsonl", questions(1) * 4))
     with pytest.raises(UserError, match="repeats a held-out question"):

@@ -16,7 +16,7 @@ from torchtitan.grpo.data.chat import joined_text, rendered
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.data.samples import ANY_VOCAB, Document, Prompt
 from torchtitan.grpo.data.tokenizer import check_embeddings, check_text
-from torchtitan.grpo.errors import UserError, did_you_mean, said, shown
+from torchtitan.grpo.errors import UserError, did_you_mean, renamed, said, shown
 from torchtitan.grpo.process.import_path import is_async, load_function, source
 from torchtitan.grpo.sources.rows import DatasetRow
 from torchtitan.grpo.sources.table import SOURCES
@@ -321,7 +321,8 @@ class PromptSource:
         if not self._data.chat_template:
             return messages[0]["content"]
         how = {"tokenize": False, "add_generation_prompt": True}
-        return rendered(self._tokenizer, place, messages, **how, **self._data.chat_template_kwargs)
+        with renamed("the chat template", self._data.chat_template_file or "the tokenizer's chat template"):
+            return rendered(self._tokenizer, place, messages, **how, **self._data.chat_template_kwargs)
 
     def _answer(self, row: DatasetRow, place: str) -> str:
         column = self._data.answer_column

@@ -59,8 +59,8 @@ def load_rows(
         return rows
     if kept_back >= count:
         raise UserError(
-            f"{rows.name} has {count} rows, and [validation] prompts or those of a set hold out {kept_back}, which "
-            "leaves no row to train on: lower them or add data"
+            f"{rows.name} has {count} rows, and {kept_back} are held out, which leaves no row to train on: lower "
+            "[validation] prompts, or those of its sets, or add data"
         )
     if held_out:
         return replace(rows, positions=kept)
