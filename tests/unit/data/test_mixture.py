@@ -118,6 +118,9 @@ def test_a_solved_source_leaves_the_others_until_all_are_solved(prompts_of):
     drawn = mixture.state_dict()["drawn"]
     assert resumed.next(40) == mixture.next(40)
     assert mixture.state_dict()["drawn"] == drawn + 40, "a source of small weight is not waited for"
+    without, _ = prompts_of(TWO)
+    without.load_state_dict(mixture.state_dict())
+    assert {prompt.source for prompt in without.next(40)} == {"small", "large"}
     for index in range(25, 125):
         mixture.record(index, 1.0)
     with pytest.raises(UserError, match="refuses every one of the 100 prompts"):

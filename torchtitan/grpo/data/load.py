@@ -97,8 +97,14 @@ def _held_out(
         replace(prompt, source=table.name or prompt.source, functions=prompt.functions or tuple(table.functions))
         for prompt in source.first(table.prompts)
     ]
-    sampling = table.samples_per_prompt, table.temperature, table.max_answer_tokens, table.top_p
-    return HeldOut(table.name, prompts, *sampling)
+    return HeldOut(
+        name=table.name,
+        prompts=prompts,
+        samples=table.samples_per_prompt,
+        temperature=table.temperature,
+        max_answer_tokens=table.max_answer_tokens,
+        top_p=table.top_p,
+    )
 
 
 @contextmanager

@@ -127,7 +127,9 @@ class Mixture:
             )
         for name, source in zip(names, self._prompts, strict=True):
             source.load_state_dict(state["sources"][name])
-        self._seed, self._drawn, self._exhausted = state["seed"], state["drawn"], set(state["exhausted"])
+        self._seed, self._drawn = state["seed"], state["drawn"]
+        # Without a curriculum, which the checkpoint's run had, a source has all of its prompts again.
+        self._exhausted = {i for i in state["exhausted"] if self.tables[i].data.curriculum}
 
     def _take(self, i: int, count: int) -> list[Prompt]:
         """The next `count` prompts of a source; none if the curriculum refuses all of them."""
