@@ -659,6 +659,7 @@ BAD_FLAGS = {
     "twice": (["--grpo.group_size", "4", "--grpo.group-size=8"], "--grpo.group_size", "given twice"),
     "negation with value": (["--checkpoint.no-enable=true"], "--checkpoint.no-enable", "takes no value"),
     "negated number": (["--grpo.no-group_size"], "--grpo.no-group_size", "did you mean --grpo.group_size?"),
+    "null": (["--data.chat_template_kwargs", '{"a": [null]}'], "[data] chat_template_kwargs", "holds null"),
     "list entry": (["--rollout.stop_token_ids", "1,x"], "[rollout] stop_token_ids", "entry 1"),
     "range": (["--grpo.group_size", "1"], "[grpo] group_size = 1", "at least 2"),
     "torchtitan's default": (["--model.name", "llama3"], '[model] name = "llama3"', "leave it out"),
@@ -1038,6 +1039,11 @@ def test_dry_run_is_a_file_of_the_same_run(tmp_path):
     assert "128 x (128 + 128) = 32,768" in text
     # 128 answers of 256 tokens on 2 ranks, 2 in a row of 512
     assert "32 for each rank and optimizer step" in text
+
+
+def test_the_file_of_a_flag_in_latin_1_is_toml():
+    text = "\n".join(toml_lines(load_config([*MODEL, "--job.description", os.fsdecode(b"caf\xe9")])))
+    assert tomllib.loads(text)["job"]["description"] == r"caf\udce9"
 
 
 def test_a_file_says_how_many_ranks_it_is_for(monkeypatch):

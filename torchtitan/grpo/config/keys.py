@@ -233,7 +233,14 @@ def check_value(value: Any, annotation: Any) -> Any:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise Mismatch(f"{show(value)} holds what JSON has no value for ({error}): write it as text") from None
+        if _holds_null(value):
+            raise Mismatch(f"{show(value)} holds null, for which TOML has no value: leave it out")
     return value
+
+
+def _holds_null(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_holds_null, inner))
 
 
 def _check_union(value: Any, annotation: Any) -> Any:
@@ -326,7 +333,8 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON may hold as it is
+        unicode = value.encode(errors="backslashreplace").decode()  # a flag's bytes may be of another encoding
+        return json.dumps(unicode, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON may hold as it is
     if isinstance(value, list):
         return f"[{', '.join(toml(element) for element in value)}]"
     if isinstance(value, dict):
