@@ -1,6 +1,7 @@
 """Prompts: rows of a dataset, rendered, in an order that a resumed run continues exactly."""
 
 import hashlib
+import itertools
 import json
 import logging
 import random
@@ -233,34 +234,30 @@ class PromptSource:
     def _check_rows(self) -> tuple[list[int], str, str]:
         """Positions of the rows within the limit, and fingerprints of their rendered text and of their tokens."""
         key, limit = self._limit()
-        kept, digest, ids, unknown, blank, first = [], hashlib.sha256(), hashlib.sha256(), 0, 0, ""
-        positions = self._rows.positions
-        for start in range(0, len(positions), RENDER_BATCH):
-            for prompt in self._prompts(positions[start : start + RENDER_BATCH]):
-                tokens = len(prompt.token_ids)
-                if tokens > limit:
-                    first = first or f"{self._rows.place(prompt.index)} with {tokens} tokens"
-                else:
-                    self._check_embeddings(prompt)
-                    kept.append(prompt.index)
-                    blank += not prompt.answer
-                    digest.update(f"{prompt.index}\0{prompt.text}\0{prompt.answer}\0".encode())
-                    ids.update(f"{prompt.token_ids}".encode())
-                    unknown += (
-                        self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in prompt.token_ids
-                    )
+        kept, texts, ids, unknown, blank, first = [], hashlib.sha256(), hashlib.sha256(), 0, 0, ""
+        name, positions, unk = self._rows.name, self._rows.positions, self._tokenizer.unk_token_id
+        batches = (positions[start : start + RENDER_BATCH] for start in range(0, len(positions), RENDER_BATCH))
+        for prompt in itertools.chain.from_iterable(map(self._prompts, batches)):
+            tokens = len(prompt.token_ids)
+            if tokens > limit:
+                first = first or f"{self._rows.place(prompt.index)} with {tokens} tokens"
+                continue
+            self._check_embeddings(prompt)
+            kept.append(prompt.index)
+            texts.update(f"{prompt.index}\0{prompt.text}\0{prompt.answer}\0".encode())
+            ids.update(f"{prompt.token_ids}".encode())
+            blank += not prompt.answer
+            unknown += unk is not None and unk in prompt.token_ids
         if not kept:
-            raise UserError(f"Every {self.NOUN} of {self._rows.name} is over {key} = {limit}: raise it")
+            raise UserError(f"Every {self.NOUN} of {name} is over {key} = {limit}: raise it")
         if len(kept) < len(positions):
             counts = f"{len(positions) - len(kept)} of {len(positions)} {self.NOUN}s"
-            logger.warning(f"{self._rows.name}: {counts} are over {key} = {limit} and are left out, as {first}")
+            logger.warning(f"{name}: {counts} are over {key} = {limit} and are left out, as {first}")
         if unknown:
-            message = "%s: %d %ss hold characters that the tokenizer does not know"
-            logger.warning(message, self._rows.name, unknown, self.NOUN)
+            logger.warning(f"{name}: {unknown} {self.NOUN}s hold characters that the tokenizer does not know")
         if blank and self._data.answer_column and SOURCES[self._data.source].path:
-            message = "%s: the answer of %d %ss is null, NaN or empty text"
-            logger.warning(message, self._rows.name, blank, self.NOUN)
-        return kept, digest.hexdigest(), ids.hexdigest()
+            logger.warning(f"{name}: the answer of {blank} {self.NOUN}s is null, NaN or empty text")
+        return kept, texts.hexdigest(), ids.hexdigest()
 
     def _check_optional_columns(self) -> None:
         """Refuse the name of a column that no row has. One row may leave it out."""
