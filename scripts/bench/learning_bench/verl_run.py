@@ -42,8 +42,8 @@ def rows(prompts: Any) -> list[dict[str, Any]]:
 
 
 def overrides(mode: str, config: Any, task: Task, folder: Path) -> dict[str, Any]:
-    """verl's keys. Without flash-attn attention is torch's, and rows are padded."""
-    packed = importlib.util.find_spec("flash_attn") is not None
+    """verl's keys. Without flash-attn's CUDA kernels attention is torch's, and rows are padded."""
+    packed = importlib.util.find_spec("flash_attn_2_cuda") is not None
     actor, rollout, correct = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "reward.custom_reward_function."
     return {
         "data.train_files": folder / "train.parquet",
