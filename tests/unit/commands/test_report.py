@@ -23,7 +23,7 @@ from torchtitan.grpo.commands.run_report.findings import bound, findings
 from torchtitan.grpo.commands.run_report.page import page
 from torchtitan.grpo.commands.run_report.run_folder import Run, read_run
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.config.resolved import toml_lines
+from torchtitan.grpo.config.resolved import write_config
 
 HOSTILE = "</pre><script>alert(1)</script> & \ud83d"
 
@@ -50,8 +50,8 @@ def run_of(lines: list[dict], **values: object) -> Run:
 
 @pytest.fixture
 def folder(tmp_path):
-    config = load_config(["--model.hf_assets_path", str(TINY_QWEN3), "--training.steps", "3", "--grpo.group_size", "4"])
-    (tmp_path / "config.toml").write_text("\n".join(toml_lines(config)))
+    flags = ["--training.steps", "3", "--grpo.group_size", "4", "--data.system_prompt", "Think.\u2028Answer."]
+    write_config(load_config(["--model.hf_assets_path", str(TINY_QWEN3), *flags]), tmp_path)
     first = {"step": 0, "validation/greedy_reward": 0.125}
     lines = [{"sft/step": 1, "sft/loss": 2.0}, first, *map(step_line, (1, 2)), step_line(3, **{"reward/mean": 1.0})]
     write(tmp_path, [*lines, {"step": 4}])
@@ -104,6 +104,7 @@ def test_the_page_shows_the_run(folder):
         assert said in text, said
     assert "<td>grpo.group_size</td><td>4</td><td>8</td>" in text
     assert "<td>training.steps</td><td>3</td><td>100</td>" in text
+    assert "Think.\u2028Answer.&#34;</td><td>&#34;&#34;</td>" in text, "the line ends after it"
     assert "<td>debug.seed</td><td>42</td></tr>" in text, "a key at its default has no third column"
     assert '6*7=<mark title="from the environment">42</mark>!...' in text and " ... (5,007 characters)" in text
     assert "no reward" in text and "judge raised ValueError: &lt;no&gt;" in text

@@ -1,6 +1,7 @@
 """The files and the table of an evaluation."""
 
 import json
+import os
 import tomllib
 
 import pytest
@@ -17,9 +18,9 @@ from torchtitan.grpo.rewards.runner import RewardRunner
 PROMPT = Prompt(3, [1], "1+1=", "2")
 
 
-def config() -> JobConfig:
-    flags = ["--model.hf_assets_path", str(TINY_QWEN3), "--reward.functions", "exact_match"]
-    return load_config([*flags, "--reward.answer_pattern", r"=(\d+)"])
+def config(*flags: str) -> JobConfig:
+    own = ["--model.hf_assets_path", str(TINY_QWEN3), "--reward.functions", "exact_match"]
+    return load_config([*own, "--reward.answer_pattern", r"=(\d+)", *flags])
 
 
 def sample(text: str, reward: float | None, end: str = "stop") -> Sample:
@@ -67,6 +68,13 @@ def test_the_result_has_every_metric_and_the_configuration_that_makes_it_again(t
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "config.toml"}
     rows = [line.split() for line in table(result).splitlines()]
     assert rows[0][-2:] == ["standard", "error"] and ["held-out", "1", "pass_at_1", "0.5000", "-"] in rows
+
+
+def test_a_folder_whose_name_is_no_utf_8_costs_no_result(tmp_path):
+    folder = os.fsdecode(b"caf\xe9")
+    result = write_result(tmp_path, [answers()], config("--job.dump_folder", folder), {"model": folder})
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert tomllib.loads((tmp_path / "config.toml").read_text())["job"]["dump_folder"] == r"caf\udce9"
 
 
 def test_results_never_overwrite_others(tmp_path):

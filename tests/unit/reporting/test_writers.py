@@ -341,7 +341,7 @@ def test_the_newest_value_of_a_metric_is_found_in_the_file(run):
 
 
 def test_the_folder_holds_the_configuration_that_makes_the_same_run(run, tmp_path):
-    arguments = ("--grpo.group_size", "4", "--data.prompt_template", 'Say "{prompt}"  # not a comment\n')
+    arguments = ("--grpo.group_size", "4", "--data.prompt_template", 'Say "{prompt}"  # no comment\n\x7f\u2028')
     run(*arguments)
     again = load_config(["--job.config_file", str(tmp_path / "config.toml")])
     assert resolved(again) == resolved(config_of(*arguments))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.config.hub import HUB_KEYS, named
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 NOT_IN_A_FILE = ("job.config_file",)
 """Keys that a TOML file cannot hold."""
 FILE = "config.toml"
-"""In the run's folder: `toml_lines` of the newest run there."""
+"""In the folder of a run or an evaluation: the configuration of the newest one there."""
 
 
 def resolved(config: JobConfig) -> dict[str, Any]:
@@ -54,3 +55,8 @@ def toml_lines(config: JobConfig, full: bool = True) -> Iterator[str]:
         for given in values[path]:
             yield f"\n[[{path}]]"
             yield from (f"{name} = {toml(value)}" for name, value in given.items())
+
+
+def write_config(config: JobConfig, folder: Path) -> None:
+    """Write FILE."""
+    (folder / FILE).write_text("\n".join(toml_lines(config)).strip() + "\n", encoding="utf-8")

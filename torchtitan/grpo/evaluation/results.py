@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.grpo.config.resolved import toml_lines
+from torchtitan.grpo.config.resolved import FILE as CONFIG
+from torchtitan.grpo.config.resolved import write_config
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.estimates import estimates, final_answer, is_right
@@ -18,7 +19,7 @@ from torchtitan.grpo.reporting.sample_log import answer_record
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
 
-ANSWERS, RESULT, CONFIG = "answers.jsonl", "result.json", "config.toml"
+ANSWERS, RESULT = "answers.jsonl", "result.json"
 _PACKAGES = ("torchtitan-grpo", "torchtitan", "torch", "transformers", "math-verify", "reasoning-gym")
 
 
@@ -69,9 +70,10 @@ def write_result(
         "versions": _versions(),
         "config": CONFIG,
     }
-    (folder / CONFIG).write_text("\n".join(toml_lines(config)).strip() + "\n")
+    write_config(config, folder)
     unfinished = folder / f"{RESULT}.tmp"
-    unfinished.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
     unfinished.rename(folder / RESULT)
     return result
 

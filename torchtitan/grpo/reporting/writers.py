@@ -16,8 +16,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.resolved import FILE as CONFIG_FILE
-from torchtitan.grpo.config.resolved import toml_lines
+from torchtitan.grpo.config.resolved import write_config
 from torchtitan.grpo.errors import in_words
 from torchtitan.grpo.reporting.console import SFT_PREFIX, Console, Field
 from torchtitan.grpo.reporting.prometheus import PrometheusEndpoint
@@ -75,8 +74,7 @@ class MetricsLogger:
         self._warned: set[str] = set()
         self._lines = StepLines(self._folder / "metrics.jsonl")
         self._tensorboard: SummaryWriter | None = None
-        text = "\n".join(toml_lines(config)).lstrip() + "\n"
-        (self._folder / CONFIG_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+        write_config(config, self._folder)
         port = config.metrics.prometheus_port
         self._prometheus = PrometheusEndpoint(port) if port else None
         axes = {"*": "step", f"{SFT_PREFIX}/*": f"{SFT_PREFIX}/step"}

@@ -101,7 +101,7 @@ def read_run(folder: Path) -> Run:
 def _settings(text: str) -> list[Setting]:
     """Each key of a config.toml, whose comments say what differs from the defaults."""
     settings, section = [], ""
-    for line in text.splitlines():
+    for line in text.split("\n"):  # values may have what Unicode calls a line's end
         header = re.fullmatch(r"\[+([\w.]+)\]+", line)
         found = _CONFIG_LINE.fullmatch(line)
         if header:
