@@ -22,15 +22,21 @@ Curve = dict[int, float]
 def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
     """Label -> metrics.jsonl files. Folders with the same label are one experiment."""
     runs: dict[str, list[Path]] = {}
-    for argument in arguments:
-        label, separator, pattern = argument.rpartition("=")
-        folders = sorted(Path(match) for match in glob.glob(pattern))
-        files = [folder / "metrics.jsonl" if folder.is_dir() else folder for folder in folders]
-        files = [file for file in files if file.exists()]
-        if not files:
-            raise UserError(f"no metrics.jsonl under {pattern}")
-        runs.setdefault(label if separator else Path(pattern).name, []).extend(files)
+    for label, files in map(_found, arguments):
+        runs.setdefault(label, []).extend(files)
     return runs
+
+
+def _found(argument: str) -> tuple[str, list[Path]]:
+    """The label and files of one argument. A folder may have `=` in its name: the longest name that is there counts."""
+    words = argument.split("=")
+    for first in range(len(words)):
+        pattern = "=".join(words[first:])
+        folders = map(Path, sorted(glob.glob(pattern)) or [pattern])
+        files = [folder / "metrics.jsonl" if folder.is_dir() else folder for folder in folders]
+        if files := [file for file in files if file.exists()]:
+            return "=".join(words[:first]) or Path(pattern).name, files
+    raise UserError(f"no metrics.jsonl under {pattern}")
 
 
 def read_curves(file: Path) -> dict[str, Curve]:
@@ -72,6 +78,8 @@ def in_words(curves: list[Curve]) -> str:
 
 
 def main(arguments: Namespace) -> int:
+    if arguments.smooth < 1:
+        raise UserError(f"--smooth {arguments.smooth}: 1 leaves the points as they are, more are averaged")
     runs = {label: [read_curves(file) for file in files] for label, files in find_runs(arguments.runs).items()}
     known = sorted({name for seeds in runs.values() for curves in seeds for name in curves} - {"step", "sft/step"})
     missing = [name for name in arguments.metrics if name not in known]
@@ -100,6 +108,6 @@ def main(arguments: Namespace) -> int:
         axes.legend()
     axes.set_xlabel("step")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.out, dpi=120)
+    figure.savefig(arguments.out, dpi=120, format="png")
     print(f"wrote {arguments.out}")
     return 0
