@@ -1,6 +1,7 @@
 """`torchtitan-grpo samples`: which samples it shows, and how."""
 
 import json
+import os
 import shlex
 import subprocess
 
@@ -77,6 +78,14 @@ def test_samples_of_a_validation(samples, capsys):
     said = capsys.readouterr().out
     assert "held-out, answer of step 3" in said and "  greedy  " in said
     assert "answer of step 2" not in said and "advantage" not in said
+
+
+def test_what_a_terminal_cannot_show_is_written_out(samples):
+    line = (samples / "samples.jsonl").read_text().splitlines()[0].replace("answer of", "\u7b54 of")
+    (samples / "samples.jsonl").write_text(line + "\n")
+    in_latin = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([*COMMAND, "samples", samples], cwd=ROOT, env=in_latin, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"") and rb"answer | \u7b54 of step 1" in done.stdout
 
 
 def test_a_reader_that_ends_early_ends_the_command(samples):

@@ -37,6 +37,7 @@ def run(words: list[str]) -> int:
     Raises:
         SystemExit: After help or a wrong argument.
     """
+    sys.stdout.reconfigure(errors="backslashreplace")  # prompts may be in any script
     parser, commands = all_commands()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks
         import argcomplete

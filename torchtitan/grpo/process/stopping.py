@@ -266,13 +266,17 @@ def stop(status: int, grace_s: float = GRACE_S - 1, saves: bool = False) -> None
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run `main`, which closes everything, and end the process with the status that it returns or raises.
 
-    What a stopped run has to say is the last that it prints. An interrupt gives no traceback.
+    What a stopped run has to say is the last that it prints. An interrupt gives no traceback. What is printed where
+    nobody listens (`>&-`) is lost.
 
     The interpreter's teardown is left out. With torch it takes over a second in each process, and it may hang: on a
     thread of an environment, or on a connection to another rank.
     """
     global _is_owned
     _is_owned, words = True, ""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         status = main()
     except SystemExit as stopped:
