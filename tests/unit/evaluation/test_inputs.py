@@ -149,6 +149,7 @@ def test_its_servers_load_the_models_weights_and_have_the_first_gpus(monkeypatch
     ("words", "urls", "says"),
     [
         ("--gpu 1", (), "CUDA_VISIBLE_DEVICES"),
+        ("--more '{", (), "--server-flags --more '{: a shell cannot read this"),
         ("--port 9000", (), r'server_flags has "--port"'),
         ("--max-num-seqs 8", ("http://a:1",), r"server_flags = .* is read with \[rollout\] replicas"),
     ],
@@ -162,10 +163,11 @@ def test_flags_that_its_servers_cannot_have_are_refused(words, urls, says, monke
 def test_rows_that_the_run_trained_on_are_not_asked(tmp_path):
     with pytest.raises(UserError, match=r"\[validation\] enable = false.*--jsonl"):
         config_of(*QUICKSTART, "--validation.no-enable")
-    path = tmp_path / "my set.jsonl"
+    path, *named_alike = (tmp_path / name for name in ("my set.jsonl", "\u6570\u5b66.jsonl", "\u7269\u7406.jsonl"))
     path.write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
-    config = config_of(*QUICKSTART, "--validation.no-enable", jsonl=[path])
-    (held_out,) = config.validation.sets
+    config = config_of(*QUICKSTART, "--validation.no-enable", jsonl=[path, *named_alike])
+    held_out, *others = config.validation.sets
+    assert [each.name for each in others] == ["__-2", "__-3"]
     assert (held_out.name, held_out.own_rows, held_out.data.path) == ("my_set", True, str(path))
     assert held_out.samples_per_prompt == config.validation.samples_per_prompt
 

@@ -3,6 +3,7 @@
 import json
 import os
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -77,7 +78,11 @@ def test_a_folder_whose_name_is_no_utf_8_costs_no_result(tmp_path):
     assert tomllib.loads((tmp_path / "config.toml").read_text())["job"]["dump_folder"] == r"caf\udce9"
 
 
-def test_results_never_overwrite_others(tmp_path):
+def test_results_never_overwrite_others(tmp_path, monkeypatch):
+    tmp_path = tmp_path / "here"
+    tmp_path.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert new_folder(Path()) == Path(f"{tmp_path}-2")
     folders = [new_folder(tmp_path / "a" / "step-3").name for _ in range(3)]
     assert folders == ["step-3", "step-3-2", "step-3-3"]
     remove_if_empty(tmp_path / "a" / "step-3-2")

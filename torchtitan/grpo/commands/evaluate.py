@@ -22,7 +22,15 @@ from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import PlainError
 from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config
-from torchtitan.grpo.evaluation.results import RESULT, new_folder, remove_if_empty, table, write_answers, write_result
+from torchtitan.grpo.evaluation.results import (
+    ANSWERS,
+    RESULT,
+    new_folder,
+    remove_if_empty,
+    table,
+    write_answers,
+    write_result,
+)
 from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.process.stopping import FAILED_S, end_within, stop_in_time
@@ -110,8 +118,12 @@ def evaluate(arguments: Namespace, resources: contextlib.ExitStack) -> None:
     conversations = any(not environments.answering(each.name).is_single_turn for each in sets)
     rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not conversations)
     began = time.time()
-    urls = resources.enter_context(served(config, folder, out / LOG_FOLDER))
-    answers, software = answer(config, urls, sets, rewards, environments, resources, out)
+    try:
+        urls = resources.enter_context(served(config, folder, out / LOG_FOLDER))
+        answers, software = answer(config, urls, sets, rewards, environments, resources, out)
+    except (EngineError, FleetError) as error:
+        kept = f"; there is no result, {out / ANSWERS} has the sets before" if (out / ANSWERS).exists() else ""
+        raise PlainError(f"{error}{kept}") from error
     check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
     about = {
         "model": named(model),
@@ -132,8 +144,6 @@ def main(arguments: Namespace) -> int:
     with contextlib.ExitStack() as resources:
         try:
             evaluate(arguments, resources)
-        except (EngineError, FleetError) as error:
-            raise PlainError(f"{error}; there is no result, answers.jsonl has the sets before") from error
         finally:
             end_within(FAILED_S)
     return 0

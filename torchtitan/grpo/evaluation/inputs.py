@@ -126,11 +126,14 @@ def evaluation_config(
     config = load_config(words, world_size=0, defaults=defaults, flags_only=partial(_of_the_run, own_servers=not urls))
     if jsonl:
         config.validation.sets = [
-            held_out_set(config, {"name": _name(path), "source": "jsonl", "path": str(path), "prompts": 2**20})
-            for path in jsonl
+            held_out_set(config, {"name": name, "source": "jsonl", "path": str(path), "prompts": 2**20})
+            for name, path in zip(_names(jsonl), jsonl, strict=True)
         ]
     if server_flags:
-        config.rollout.server_flags = shlex.split(server_flags)
+        try:
+            config.rollout.server_flags = shlex.split(server_flags)
+        except ValueError as error:
+            raise UserError(f"--server-flags {server_flags}: a shell cannot read this ({error})") from error
         if any(word.partition("=")[0] == "--gpu" for word in config.rollout.server_flags):
             raise UserError(
                 "--server-flags has --gpu: choose GPUs by CUDA_VISIBLE_DEVICES, and how many a server has by "
@@ -165,8 +168,10 @@ def _of_the_run(given: Mapping[str, Any], own_servers: bool) -> Iterator[str]:
         yield from _OF_THE_ENDPOINT
 
 
-def _name(path: Path) -> str:
-    return re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
+def _names(paths: list[Path]) -> list[str]:
+    """Of sets, by their files. Those that would have the same name get their numbers."""
+    names = [re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII) for path in paths]
+    return [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
 
 
 def check_not_trained_on(

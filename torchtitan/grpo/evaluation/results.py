@@ -25,8 +25,9 @@ _PACKAGES = ("torchtitan-grpo", "torchtitan", "torch", "transformers", "math-ver
 
 def new_folder(wanted: Path) -> Path:
     """`wanted`, or with the first number that is free: results are never overwritten."""
+    beside = wanted if wanted.name.strip(".") else wanted.resolve()  # of `.`, too
     for number in range(1, 10**6):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        folder = wanted if number == 1 else Path(f"{beside}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
