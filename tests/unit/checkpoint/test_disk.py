@@ -115,7 +115,11 @@ def test_the_dry_run_compares_with_what_is_free_and_makes_no_folder(tmp_path, mo
     asked = []
     monkeypatch.setattr("torchtitan.grpo.checkpoint.disk.free_bytes", asked.append)
     disk_lines(config, 10, 10)
-    assert asked == [tmp_path] and not (tmp_path / "not").exists()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    config.checkpoint.folder = str(elsewhere)
+    assert disk_lines(config, 10, 10)[0].endswith(f", in {elsewhere}")
+    assert asked == [tmp_path, elsewhere] and not (tmp_path / "not").exists()
 
 
 def test_a_replay_from_a_checkpoint_needs_no_room_for_one(tmp_path, monkeypatch):

@@ -661,7 +661,7 @@ def test_a_dry_run_needs_config_json_alone_and_counts_the_disk(tmp_path):
     config = load_config(["--model.hf_assets_path", str(tmp_path), *SHORT, *flags], dry_run="h200")
     lines = describe(config, 2, "h200").splitlines()
     each = memory_bytes(config, 2).parameters * (12 + 4 + 4) / 2**20  # AdamW's two moments, reference, float32 export
-    disk = lines.index("# disk for checkpoints, in ./outputs")
+    disk = lines.index("# disk for checkpoints, in outputs/checkpoint")
     assert lines[disk + 1].split()[1:] == [
         "each",
         f"{each:.1f}",

@@ -54,13 +54,13 @@ def disk_lines(config: JobConfig, parameters: int, trained: int, here: bool = Tr
     parts += ", reference" * bool(config.grpo.kl_coef and not lora.enable)
     parts += ", export" * (checkpoint.export_dtype != "none")
     parts += ", merged model" * lora.merge
+    folder = Path(config.job.dump_folder) / checkpoint.folder
     lines = [
-        f"disk for checkpoints, in {config.job.dump_folder}",
+        f"disk for checkpoints, in {folder}",
         f"  {'each':<28}{mib(each):>14}  {parts}",
         f"  {f'at most {at_once} at once':<28}{mib(at_once * each):>14}",
     ]
-    folder = Path(config.job.dump_folder).absolute()
-    free = free_bytes(next(each for each in (folder, *folder.parents) if os.path.isdir(each)))
+    free = free_bytes(next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each)))
     if here and free is not None:
         verdict = "all fit" if free >= at_once * each else f"{free // each} fit" if free >= each else "does NOT fit"
         lines.append(f"  {'free on this machine':<28}{mib(free):>14}  {verdict}")
