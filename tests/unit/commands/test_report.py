@@ -119,6 +119,15 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     assert "Supervised warm start" in page(read_run(tmp_path))
 
 
+def test_supervised_fine_tuning_has_held_out_curves_and_no_servers(folder):
+    line = {"train/loss": 2.0, "train/token_accuracy": 0.5, "validation/loss": 2.5, "validation/a/token_accuracy": 0.25}
+    write(folder, [{"step": step, **line} for step in (1, 2)])
+    text = page(read_run(folder))
+    for said in ("supervised fine-tuning", "Token accuracy", "held-out <b>2.5</b>", "a held-out <b>0.25</b>"):
+        assert said in text
+    assert "answers a step" not in text
+
+
 @pytest.mark.parametrize(
     ("changes", "level", "words"),
     [

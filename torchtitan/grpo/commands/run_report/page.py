@@ -20,7 +20,8 @@ LINE_CHARTS: tuple[tuple[str, dict[str, str | None]], ...] = (
     ("Held-out pass@k", {"validation/.*(pass_at|majority_at).*": ""}),
     ("Rewards by function", {"reward/(?!mean$|std$|failures$|.*fraction$).+": ""}),
     ("Groups without a signal", {"reward/zero_variance_fraction": "share of groups"}),
-    ("Loss", {"train/loss": "loss"}),
+    ("Loss", {"train/loss": "training", "validation/(.*/)?loss": "held-out"}),
+    ("Token accuracy", {"train/token_accuracy": "training", "validation/(.*/)?token_accuracy": "held-out"}),
     ("Entropy", {"policy/entropy": "nats per token"}),
     ("KL", {"policy/kl": "to the reference", "policy/update_kl": "of the update"}),
     ("Sampler against trainer", {"policy/mismatch_kl": "KL", "policy/mismatch_abs": "mean difference"}),
@@ -113,7 +114,9 @@ def page(run: Run) -> str:
 def _facts(run: Run) -> Iterator[str | None]:
     values = run.values
     yield Path(re.sub("@[0-9a-f]{40}$", "", values.get("model.hf_assets_path", ""))).name
-    if values:
+    if run.points("train/token_accuracy"):
+        yield "supervised fine-tuning"
+    elif values:
         yield values.get("rollout.engine")
         yield f"{values['grpo.prompts_per_step']} x {values['grpo.group_size']} answers a step"
         yield "async" if values.get("async_grpo.enabled") else "sync"
