@@ -268,7 +268,7 @@ class Trainer(Run):
         reports = self.weight_sync.finished()
         for report in reports:
             if not (report.waited or report.alone):
-                self.ledger.add("sync", report.seconds["total"], hidden=True)
+                self.ledger.hide("sync", report.seconds["total"])
         times = self.ledger.close_step()
         metrics |= self.rollouts.metrics(reports, times["time/step_s"])
         self.report(metrics, times, self.rollouts.fleet)

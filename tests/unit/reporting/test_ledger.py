@@ -47,15 +47,15 @@ def test_a_stage_that_raises_is_still_booked():
     assert ledger.close_step()["time/rollout_s"] >= 0.01
 
 
-def test_added_seconds_are_stages_or_hidden():
+def test_seconds_of_others_are_moved_or_hidden():
     ledger, began = Ledger("cpu"), time.perf_counter()
     with ledger.stage("rollout"):
         time.sleep(0.05)
     spent_s = time.perf_counter() - began
     with ledger.stage("sync"):
         time.sleep(0.01)
-    ledger.add("reward", 0.03, out_of="rollout")
-    ledger.add("sync", 7.0, hidden=True)
+    ledger.move("reward", 0.03, out_of="rollout")
+    ledger.hide("sync", 7.0)
     seconds = ledger.close_step()
 
     assert seconds["time/reward_s"] == 0.03
@@ -73,7 +73,7 @@ def test_misuse_is_refused():
     inside = pytest.raises(RuntimeError, match="'train' begins inside the stage 'rollout'")
     with inside, ledger.stage("rollout"), ledger.stage("train"):
         pass
-    ledger.add("reward", 1.0, out_of="rolout")
+    ledger.move("reward", 1.0, out_of="rolout")
     with pytest.raises(ValueError, match="rolout"):
         ledger.close_step()
 

@@ -41,7 +41,8 @@ class _Span:
 
 
 class Ledger:
-    """Seconds by stage for one step at a time. Not thread-safe, except `now`; `add` takes what other threads measured.
+    """Seconds by stage for one step at a time. Not thread-safe, except `now`. `move` and `hide` take what other threads
+    measured.
 
     A step lasts from one `close_step` to the next. The first one begins with its first stage.
 
@@ -55,9 +56,8 @@ class Ledger:
         self._on_cuda = torch.device(device).type == "cuda"
         self._open: str | None = None
         self._spans: list[_Span] = []
-        self._added_s: dict[str, float] = defaultdict(float)
+        self._moved: list[tuple[str, float, str]] = []
         self._hidden_s: dict[str, float] = defaultdict(float)
-        self._moved_s: dict[str, float] = defaultdict(float)
         self._step_start: float | None = None
 
     @contextmanager
@@ -89,22 +89,13 @@ class Ledger:
         self._open, self._changed_at = name, time.monotonic()
         self.stages += 1
 
-    def add(self, name: str, seconds: float, *, hidden: bool = False, out_of: str | None = None) -> None:
-        """Book seconds that were measured elsewhere.
+    def move(self, name: str, seconds: float, out_of: str) -> None:
+        """Book seconds of another stage, such as the rollout that waited for rewards, as those of the stage `name`."""
+        self._moved.append((name, seconds, out_of))
 
-        Args:
-            name: The stage.
-            seconds: Its length.
-            hidden: It ran beside the step and cost it nothing. It is reported as `time/<name>_hidden_s` and in no sum.
-            out_of: The stage whose measured time includes these seconds, such as the rollout that waited for rewards.
-                They move from it to `name`, so the step's sum stays right.
-        """
-        if hidden:
-            self._hidden_s[name] += seconds
-            return
-        self._added_s[name] += seconds
-        if out_of is not None:
-            self._moved_s[out_of] += seconds
+    def hide(self, name: str, seconds: float) -> None:
+        """Book seconds that a stage ran beside the step and cost it nothing: `time/<name>_hidden_s`, and in no sum."""
+        self._hidden_s[name] += seconds
 
     def close_step(self) -> dict[str, float]:
         """End the step and return its seconds by metric name. On CUDA this waits for the last stage's event.
@@ -125,12 +116,11 @@ class Ledger:
             span.events[1].synchronize()  # spans may end out of order: a stage may run on another stream
             seconds[span.name] += span.events[0].elapsed_time(span.events[1]) / 1e3
             host[span.name] += span.host_s
-        for name, moved in self._moved_s.items():
-            if name not in seconds:
-                raise ValueError(f"add(out_of={name!r}): no such stage in this step, there are {sorted(seconds)}")
-            seconds[name] = max(seconds[name] - moved, 0.0)
-        for name, added in self._added_s.items():
-            seconds[name] += added
+        for name, moved, out_of in self._moved:
+            if out_of not in seconds:
+                raise ValueError(f"move(out_of={out_of!r}): no such stage in this step, there are {sorted(seconds)}")
+            seconds[out_of] = max(seconds[out_of] - moved, 0.0)
+            seconds[name] += moved
 
         now = time.perf_counter()
         step_s = now - (now if self._step_start is None else self._step_start)
@@ -141,8 +131,7 @@ class Ledger:
         result["time/step_s"] = step_s
         result["time/other_s"] = max(step_s - in_stages_s, 0.0)
 
-        self._spans.clear()
-        for booked in (self._added_s, self._hidden_s, self._moved_s):
+        for booked in (self._spans, self._moved, self._hidden_s):
             booked.clear()
         self._step_start = now
         return result

@@ -248,7 +248,7 @@ class Rollouts(Absent):
             for minibatch, of_ranks in zip(taken.minibatches, sizes, strict=True):
                 minibatch.append(list(itertools.islice(parts, len(of_ranks))))
         for name, spent in seconds.items():
-            self.ledger.add(name, spent, out_of="rollout")
+            self.ledger.move(name, spent, out_of="rollout")
         return taken
 
     def ask(self, url: str, version: int) -> list[Any]:
