@@ -63,9 +63,9 @@ def main() -> int:
         f"{args.max_mismatch}",
     )
     if args.min_final_reward is not None:
+        final = held_out[-1] if held_out else -math.inf
         report.check(
-            held_out[-1] >= args.min_final_reward,
-            f"held-out reward {held_out[-1]:.3f} at the end, wanted {args.min_final_reward}",
+            final >= args.min_final_reward, f"held-out reward {final:.3f} at the end, wanted {args.min_final_reward}"
         )
     if args.blocking is not None:
         blocking = read_lines(args.blocking / "metrics.jsonl")

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from async_bench.measured import MODES
 from bench_common.arguments import address, device, parse_with_flags, positive, seconds
 from bench_common.process import run_program
 from bench_common.shapes import SHAPES
 
-MODES = ["sync", "async", "in_flight", "in_flight_keep_kv"]
 PRESETS: dict[str, dict[str, Any]] = {
     "lognormal": {"shape": "0.6b", "mean": 256.0, "max_answer": 2048, "prompts": 32, "samples": 16}
     | {"prompt_tokens": 140, "age": 24, "microbatch_tokens": 16384, "sequences": 1024},
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--preset", choices=list(PRESETS), default="lognormal", help="defaults of what follows (default lognormal)"
     )
     modes_help = "default: all; none of them: generation alone"
-    modes.add_argument("--modes", nargs="*", choices=MODES, default=MODES, metavar="MODE", help=modes_help)
+    modes.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES), metavar="MODE", help=modes_help)
     modes.add_argument("--shape", choices=SHAPES, help="of a Qwen3")
     modes.add_argument("--mean", type=seconds, help="answer tokens on average")
     modes.add_argument("--sigma", type=seconds, default=1.0, help="of their logarithm (default 1)")

@@ -56,7 +56,7 @@ def run_name(mode: str, age: int) -> str:
     return f"{mode}_age{age}" if mode.startswith("in_flight") else mode
 
 
-def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
+def job_flags(args: argparse.Namespace, folder: Path) -> Flags:
     """The job as grpo_train.py's configuration."""
     prompt_tokens = args.prompt_tokens + 1  # and the begin token
     longest = prompt_tokens + args.max_answer
@@ -79,7 +79,7 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "rollout.max_concurrent_requests": args.sequences,
         "rollout.request_timeout_seconds": args.run_limit_s,
         "rollout.group_timeout_seconds": args.run_limit_s,
-        "rollout.start_timeout_seconds": 60 if urls else 300,
+        "rollout.start_timeout_seconds": 60 if args.urls else 300,
         "rollout.seeded_requests": "never",  # in every mode: vLLM draws slower with seeds
         "rollout.environment": "async_bench.long_tail:rollout",
         "reward.functions": "async_bench.long_tail:coin",
@@ -90,8 +90,8 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "metrics.samples_per_step": 0,
         "debug.seed": 0,
     }
-    if urls:
-        flags["rollout.urls"] = urls
+    if args.urls:
+        flags["rollout.urls"] = args.urls
     if args.compile:
         flags["compile.enable"] = True
     return flags
@@ -103,10 +103,9 @@ def modes(args: argparse.Namespace, out: Output) -> int:
     folder = args.out.resolve()
     _same_job(folder, args)
     write_prompts(folder, args)
-    urls = args.urls
     if args.bound_s and not (folder / "bound.jsonl").exists():
-        measure_bound(folder, args, urls, out)
-    flags = job_flags(args, urls, folder)
+        measure_bound(folder, args, out)
+    flags = job_flags(args, folder)
     failed = False
     for mode in args.modes:
         left_s = deadline - time.monotonic()
@@ -115,9 +114,9 @@ def modes(args: argparse.Namespace, out: Output) -> int:
             failed = True
             continue
         error = run_mode(mode, args, flags, folder, min(args.run_limit_s, left_s - 5), out)
-        lost = [url for url in urls if not healthy(args.engine, url)]
-        for line in [error] if error else []:
-            out.say(f"FAIL  {line}")
+        lost = [url for url in args.urls if not healthy(args.engine, url)]
+        if error:
+            out.say(f"FAIL  {error}")
         if lost:
             out.say(f"FAIL  not answering any more: {', '.join(lost)}")
         failed |= bool(error or lost)
@@ -157,7 +156,7 @@ def prompt_rows(args: argparse.Namespace, count: int) -> list[Row]:
     return rows
 
 
-def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: Output) -> None:
+def measure_bound(folder: Path, args: argparse.Namespace, out: Output) -> None:
     """Generation alone, with the job's own prompts and lengths: at one step's concurrency and at the limit."""
     tokenizer = load_tokenizer(str(folder / "model"))
     stop = tuple(end_token_ids(tokenizer, str(folder / "model")))
@@ -165,12 +164,12 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     for row in read_lines(folder / "prompts.jsonl"):
         prompt_ids = tokenizer(row["question"])["input_ids"]
         asks += [Ask(prompt_ids, tokens, stop) for tokens in row[LENGTHS]]
-    of_a_step = max(1, args.prompts * args.samples // len(urls))
+    of_a_step = max(1, args.prompts * args.samples // len(args.urls))
     rows = []
     for sequences in sorted({of_a_step, args.sequences}):
         times = args.bound_s / 3, args.bound_s, args.run_limit_s  # to settle, to count, at most
-        first = under_way(asks, sequences * len(urls))
-        rate = asyncio.run(generation_rate(args.engine, urls, asks, sequences, *times, first))
+        first = under_way(asks, sequences * len(args.urls))
+        rate = asyncio.run(generation_rate(args.engine, args.urls, asks, sequences, *times, first))
         rows.append({"sequences": sequences, "tokens_per_s": rate})
         out.say(f"generation alone, {sequences} sequences a server: {rate:,.0f} tokens/s")
     (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

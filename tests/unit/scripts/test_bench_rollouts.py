@@ -72,7 +72,7 @@ def test_flags_win_over_presets_and_the_trainer_s_over_both():
 @pytest.mark.parametrize("mode", bench.MODES)
 def test_every_mode_of_every_preset_is_a_configuration_that_the_trainer_takes(preset, mode, tmp_path):
     args = bench.parse_arguments(["modes", "--out", str(tmp_path), "--urls", URL, "--preset", preset])
-    flags = modes.job_flags(args, [URL], tmp_path) | modes.mode_flags(mode, args.age)
+    flags = modes.job_flags(args, tmp_path) | modes.mode_flags(mode, args.age)
     config = load_config(as_flags(flags))
     assert config.async_grpo.enabled == config.weight_sync.async_weight_update == (mode != "sync")
     assert config.async_grpo.in_flight_weight_updates == (mode != "async")

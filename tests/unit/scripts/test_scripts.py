@@ -190,6 +190,7 @@ BACKGROUND = ["--background"]
     [
         (run_lines(), ["--min-final-reward", "0.9"], ""),
         (run_lines(), ["--min-final-reward", "0.99"], "at the end"),
+        (without("validation/greedy_reward"), ["--min-final-reward", "0"], "at the end"),
         (run_lines(**{"policy/mismatch_abs": 0.01}), [], "log-probabilities differ"),
         (run_lines(**{"train/answer_tokens": 0.0}), [], "changed the weights"),
         (run_lines(**{"train/grad_norm": 0.0}), [], "changed the weights"),
