@@ -3,7 +3,6 @@
 The loop, the losses and the flags are those of grpo_train.py. docs/replay.md says what a replay repeats and what not.
 """
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +24,7 @@ from torchtitan.grpo.policy.rows import documents, encoded
 from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.sample_log import SampleLog
+from torchtitan.grpo.reporting.step_lines import read_lines
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rollouts.replay import Replay
 from torchtitan.grpo.run.packed import Packed
@@ -146,8 +146,7 @@ class ReplayTrainer(grpo_train.Trainer):
 
 def timing(metrics: Path, after: int) -> str:
     """Seconds of each step after `after` by stage, and their medians, as a table."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [line for line in lines if line.get("step", 0) > after]
+    steps = [line for line in read_lines(metrics) if line.get("step", 0) > after]
     names = [name for name in ("time/step_s", "time/pack_s", "time/logprobs_s", "time/train_s") if name in steps[-1]]
     columns = ["train/answer_tokens", *names]
     rows = [[f"{line['step']}", *(f"{line.get(name, 0.0):.4g}" for name in columns)] for line in steps]
