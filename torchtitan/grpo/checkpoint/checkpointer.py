@@ -83,8 +83,7 @@ class Checkpointer:
         self.folder = Path(config.job.dump_folder) / cfg.folder
         self.seed, self.timeout_s = config.debug.seed or 0, config.comm.init_timeout_seconds
         self.trainer_state, self.run_config = trainer_state, run_config
-        self.optimizers, self.lr_schedulers = policy.optimizers, policy.lr_schedulers
-        self.states = states_of(policy, source.lora)
+        self.policy, self.states = policy, states_of(policy, source.lora)
         self.together = Together(self.timeout_s)
         self.rank, self.device = self.together.rank, next(policy.model.parameters()).device
         self.loader = Loader(
@@ -102,7 +101,7 @@ class Checkpointer:
             tokenizer = copy.deepcopy(tokenizer)  # fast tokenizers refuse two threads at once
             for optimizer in policy.optimizers:
                 optimizer.register_step_pre_hook(lambda *_: self._copy.order_writes_after())
-        self.writer = Writer(config, self.together, policy.model, source, tokenizer, self._copy, self.device)
+        self.writer = Writer(config, self.together, policy.model, source, tokenizer, self.device)
 
     def save(self, step: int, last: bool = False) -> None:
         """Write the checkpoint of `step`, then drop those beyond `[checkpoint] keep_latest_k`.
@@ -126,10 +125,9 @@ class Checkpointer:
         waited_s = time.monotonic() - started
         if step == self._saved_step:
             return
-        in_thread = self._copy is not None and not last
         try:
-            taken = self._take(step, in_thread)
-            if in_thread:
+            taken = self._take(step, None if last else self._copy)
+            if taken.host_copy is not None:
                 written = self._thread.submit(self._write, taken)
                 self._pending = _Pending(step, time.monotonic() - started, waited_s, written)
                 return
@@ -235,7 +233,7 @@ class Checkpointer:
         self.finish()
         step = 0
         if self.cfg.enable and self.cfg.resume:
-            step = self.loader.load(self.states, self.optimizers, self.lr_schedulers)
+            step = self.loader.load(self.states, self.policy)
         if step:
             self._saved_step = step
         else:  # torch's generators are seeded already: weights may have been drawn
@@ -265,7 +263,7 @@ class Checkpointer:
         newest = self.newest()
         return f"The newest checkpoint is {newest}" if newest else "Nothing is saved: there is no checkpoint"
 
-    def _take(self, step: int, to_host: bool) -> Taken:
+    def _take(self, step: int, host_copy: HostCopy | None) -> Taken:
         """Everything that is written of this step."""
         content = io.BytesIO()
         files: dict[str, bytes | memoryview] = {}
@@ -283,9 +281,9 @@ class Checkpointer:
                     card = model_card(kind, step, job_of(state), self.run_config, held_out)
                     files[f"{kind}/{CARD}"] = card.encode(errors="backslashreplace")
 
-        states = collect(self.states, self.together, self._copy if to_host else None)
+        states = collect(self.states, self.together, host_copy)
         self.together.locally("collecting random states and the trainer's state", rest)
-        return Taken(step, states, to_host, content.getvalue(), files)
+        return Taken(step, states, host_copy, content.getvalue(), files)
 
     def _write(self, taken: Taken) -> float:
         """Write a checkpoint, drop older ones, and say so.

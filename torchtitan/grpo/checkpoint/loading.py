@@ -9,14 +9,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.checkpoint.adapters import BASE
 from torchtitan.grpo.checkpoint.hyperparameters import kept
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, is_read_back, step_of
 from torchtitan.grpo.checkpoint.random_states import seed_all, set_random_states
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, changes, read_run_config
-from torchtitan.grpo.checkpoint.states import collect
+from torchtitan.grpo.checkpoint.states import Trained, collect
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.checkpoint.trainer_state import TrainerState, read_state
 from torchtitan.grpo.errors import UserError
@@ -52,13 +50,8 @@ class Loader:
         self._trainer_state, self._run_config = trainer_state, run_config
         self._seed, self._device = seed, device
 
-    def load(
-        self,
-        states: dict[str, Stateful],
-        optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
-    ) -> int:
-        """Restore `states` and the trainer's state. Collective.
+    def load(self, states: dict[str, Stateful], policy: Trained) -> int:
+        """Restore `states`, which are the policy's, and the trainer's state. Collective.
 
         Returns:
             The step of the checkpoint; 0 if there is none.
@@ -84,7 +77,7 @@ class Loader:
                 self._read(path, base)
                 together.locally(f"comparing with {path}", lambda: states[BASE].load_state_dict(base[BASE]))
             self._read(path, read)
-            with kept(optimizers, lr_schedulers):
+            with kept(policy.optimizers, policy.lr_schedulers):
                 together.locally(f"restoring {path}", lambda: self._restore(path, marker, states, read))
         except StageFailed as error:
             raise UserError(

@@ -29,14 +29,14 @@ class Taken:
 
     Attributes:
         states: What DCP writes.
-        on_host: Its tensors are copies on the host, so training may go on.
+        host_copy: It has copied their tensors to the host, so training may go on. None: they are the run's own.
         random_states: The content of this rank's file.
         files: Further files, those in the exports' folders included: name and content. Empty on ranks other than 0.
     """
 
     step: int
     states: dict[str, Any]
-    on_host: bool
+    host_copy: HostCopy | None
     random_states: bytes
     files: dict[str, bytes | memoryview]
 
@@ -54,7 +54,6 @@ class Writer:
         config: `[checkpoint] export_dtype` and `[lora] merge` are read.
         model: It is gathered for the export, unless what was taken is on the host.
         source, tokenizer: See `Checkpointer`.
-        host_copy: It holds what was taken with `Taken.on_host`. None: nothing is.
         device: Of the model.
 
     Attributes:
@@ -68,19 +67,18 @@ class Writer:
         model: nn.Module,
         source: ModelSource,
         tokenizer: PreTrainedTokenizerBase | None,
-        host_copy: HostCopy | None,
         device: torch.device,
     ) -> None:
         self._cfg, self._together = config.checkpoint, together
         self._model, self._source, self._tokenizer = model, source, tokenizer
-        self._copy, self._device = host_copy, device
+        self._device = device
         kinds = {"adapter": source.lora is not None, "hf": source.lora is None or config.lora.merge}
         self.exports = [name for name, is_due in kinds.items() if is_due and self._cfg.export_dtype != "none"]
 
     def write(self, taken: Taken, path: Path) -> None:
         """Write what was taken to the folder `path`, in place of what is there. Collective.
 
-        With `taken.on_host` any thread may call it: it uses no process group but `Together.group`.
+        With `taken.host_copy` any thread may call it: it uses no process group but `Together.group`.
 
         Raises:
             StageFailed: On every rank. Nothing of the checkpoint is left.
@@ -98,8 +96,8 @@ class Writer:
         """Each stage is of one rank's files, or of collectives, so that a rank that fails keeps nobody waiting."""
         together = self._together
         together.locally(f"clearing {unfinished}", lambda: self._clear(unfinished))
-        if taken.on_host:
-            together.locally("copying weights and optimizer state to the host", self._copy.wait)
+        if taken.host_copy is not None:
+            together.locally("copying weights and optimizer state to the host", taken.host_copy.wait)
         together.collectively(
             f"writing {unfinished / 'dcp'}",
             lambda: dcp.save(
@@ -149,7 +147,7 @@ class Writer:
                         round_exported(full, source, dtype)
                     write_hf(full, source, folder, self._tokenizer)
 
-        full = None if taken.on_host else together.collectively(f"gathering for {folder}", gather)
+        full = together.collectively(f"gathering for {folder}", gather) if taken.host_copy is None else None
         together.locally(f"writing {folder}", lambda: write(full))
 
     def _write_files(self, unfinished: Path, files: dict[str, bytes | memoryview]) -> None:
