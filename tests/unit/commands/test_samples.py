@@ -66,6 +66,9 @@ def test_what_is_missing_is_named(samples, tmp_path, capsys):
     assert capsys.readouterr().err == "error: no sample passes these filters\n"
     assert console.run(["samples", str(tmp_path / "elsewhere")]) == 2
     assert "[metrics] samples_per_step" in capsys.readouterr().err
+    (tmp_path / "answers.jsonl").write_text('{"set": "", "answer": "2", "reward": 1.0}\n')
+    assert console.run(["samples", str(tmp_path / "answers.jsonl")]) == 2
+    assert "answers.jsonl holds no samples of a run" in capsys.readouterr().err
 
 
 def test_samples_of_a_validation(samples, capsys):
