@@ -29,12 +29,13 @@ def test_the_newest_value_of_every_metric_until_it_is_closed():
     port = free_port()
     endpoint = PrometheusEndpoint(port)
     try:
-        endpoint.update({"step": 1, "reward/mean": 0.25, "validation/greedy_reward": 0.5})
+        endpoint.update({"step": 1, "reward/mean": 0.25, "validation/greedy_reward": 0.5, "reward/größe": 2.0})
         busy = {"server/busy_share": 0.5, "server/a_1/busy_share": 0.4, "server/b_2/busy_share": 0.6}
         endpoint.update({"step": 2, "reward/mean": 0.75, "train/novelty": 3, "age/0/ess": 1.0, **busy})
         assert scrape(port) == {
             "grpo_step": {(): 2.0},
             "grpo_reward_mean": {(): 0.75},
+            "grpo_reward_gr__e": {(): 2.0},
             "grpo_validation_greedy_reward": {(): 0.5},
             "grpo_train_novelty": {(): 3.0},
             "grpo_age_ess_by_age": {(("age", "0"),): 1.0},
@@ -43,6 +44,7 @@ def test_the_newest_value_of_every_metric_until_it_is_closed():
         }
         with pytest.raises(UserError, match=rf"\[metrics\] prometheus_port = {port}: .* cannot be opened"):
             load(port)
+        assert all(name.isascii() for name in endpoint._gauges), "the package before 0.22 refuses others"
     finally:
         endpoint.close()
     with pytest.raises(urllib.error.URLError):

@@ -32,7 +32,7 @@ class PrometheusEndpoint:
         for name, value in values.items():
             one = _OF_ONE.fullmatch(name)
             words = f"{one['kind']}/{one['what']}_by_{one['kind']}" if one else name
-            gauge_name = "grpo_" + re.sub(r"\W", "_", words)
+            gauge_name = "grpo_" + re.sub(r"\W", "_", words, flags=re.ASCII)
             if gauge_name not in self._gauges:
                 labels = [one["kind"]] if one else []
                 self._gauges[gauge_name] = Gauge(gauge_name, "see docs/metrics.md", labels, registry=self._registry)

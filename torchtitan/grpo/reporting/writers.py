@@ -101,7 +101,8 @@ class MetricsLogger:
             with self._goes_on("Weights & Biases"):
                 self._wandb.log({axis: step, **values})
         if self._prometheus is not None:
-            self._prometheus.update({axis: step, **values})
+            with self._goes_on("Prometheus"):
+                self._prometheus.update({axis: step, **values})
         self._console.log(step, values, prefix)
 
     def show_fields(self, fields: tuple[Field, ...]) -> None:
