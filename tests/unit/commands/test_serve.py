@@ -197,6 +197,12 @@ def test_serve_calls_sglang_on_two_gpus(pretend_sglang, visible, chosen):
     assert (environment["SGLANG_USE_CPU_ENGINE"], environment["CUDA_VISIBLE_DEVICES"]) == (None, chosen)
 
 
+@pytest.mark.parametrize("gpus", ["-1", "0,0"])
+def test_serve_refuses_what_is_no_list_of_gpus(pretend_sglang, gpus):
+    result = pretend_sglang(MODEL, f"--gpu={gpus}", CUDA_VISIBLE_DEVICES="4,5,6")
+    assert result.returncode == 2 and f"{gpus} is to name each device once, counted from 0" in result.stderr
+
+
 def test_serve_refuses_a_gpu_that_is_not_visible(pretend_sglang):
     result = pretend_sglang(MODEL, "--gpu", "3", CUDA_VISIBLE_DEVICES="4,5,6")
     assert result.returncode == 2

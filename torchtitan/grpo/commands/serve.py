@@ -93,4 +93,7 @@ def _is_cached(name: str) -> bool:
 
 def gpu_list(text: str) -> tuple[int, ...]:
     """Of "0,1"."""
-    return tuple(int(gpu) for gpu in text.split(",") if gpu)
+    gpus = tuple(int(gpu) for gpu in text.split(",") if gpu)
+    if min(gpus, default=0) < 0 or len(set(gpus)) < len(gpus):
+        raise argparse.ArgumentTypeError(f"{text} is to name each device once, counted from 0")
+    return gpus
