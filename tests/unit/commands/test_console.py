@@ -47,6 +47,7 @@ for words in (["--help"], *([name, "--help"] for name in {list(commands.choices)
         (["--last", "report", "outputs"], "unrecognized arguments: --last"),
         (["replay", "--job.config_file", "a.toml"], "a.toml is no folder: name that of a recorded run first"),
         (["replay", ".", "--dry_run"], "replay has no --dry_run and no --check"),
+        (["replay", ".", "--after", "-1"], "--after -1 is no step"),
         (["recipes", "quickstrat.toml"], 'there is no recipe quickstrat.toml (did you mean "quickstart.toml"?)'),
         (["serve", "vllm", "--port", "8001", "model"], "serve ENGINE MODEL comes first"),
         (["serve", "embedded", "model"], "vllm or sglang"),

@@ -165,6 +165,8 @@ def main(arguments: Namespace) -> int:
     """
     if not arguments.run.is_dir():  # a flag's value is taken for it if it is left out
         raise UserError(f"torchtitan-grpo replay: {arguments.run} is no folder: name that of a recorded run first")
+    if arguments.after < 0:
+        raise UserError(f"--after {arguments.after} is no step: name that of a checkpoint, or 0 for the beginning")
     asked, flags = take_dry_run(arguments.flags)
     if asked is not None:
         raise UserError(
