@@ -149,16 +149,15 @@ def _training(run: Run) -> Iterator[Finding]:
 
 
 def _rollouts(run: Run) -> Iterator[Finding]:
-    kinds: tuple[tuple[str, Level, str, str], ...] = (
-        ("rollout/retried", "note", "sent again", "A server failed them, and another one answered."),
-        ("rollout/groups_timed_out", "warning", "given up", "They took longer than [rollout] group_timeout_seconds."),
-        ("rollout/groups_late", "note", "dropped as too old", "Fewer groups ahead, or a higher age limit, waste less."),
-    )
-    for name, level, title, text in kinds:
-        of_requests = name.endswith("retried")  # groups are counted on by a resumed run
-        if count := run.total(name) if of_requests else run.last(name):
-            what = "request" if of_requests else "group"
-            yield Finding(level, f"{_count(count, what)} {title}", text)
+    if requests := run.total("rollout/retried"):
+        text = "A server failed them, and another one answered."
+        yield Finding("note", f"{_count(requests, 'request')} sent again", text)
+    if groups := run.last("rollout/groups_timed_out"):  # a resumed run goes on counting groups
+        text = "They took longer than [rollout] group_timeout_seconds."
+        yield Finding("warning", f"{_count(groups, 'group')} given up", text)
+    if groups := run.last("rollout/groups_late"):
+        text = "Fewer groups ahead, or a higher age limit, waste less."
+        yield Finding("note", f"{_count(groups, 'group')} dropped as too old", text)
 
 
 def _servers(run: Run) -> Iterator[Finding]:
