@@ -20,13 +20,11 @@ def kept(optimizers: OptimizersContainer, lr_schedulers: LRSchedulersContainer) 
     yield
     for optimizer, scheduler, own in zip(optimizers, lr_schedulers, built, strict=True):
         assert isinstance(scheduler, LambdaLR)  # torchtitan builds no other
-        for group, settings in zip(optimizer.param_groups, own, strict=True):
-            group.update(settings)
         scheduler.base_lrs = [settings["initial_lr"] for settings in own]
         factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
         rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, settings, rate in zip(optimizer.param_groups, own, rates, strict=True):
+            group.update(settings | {"lr": rate})
         scheduler._last_lr = rates
 
 
