@@ -22,8 +22,7 @@ from tests.helpers.checkpoint_worker import TINY, TinyTrainer, saved_at, slow_di
 from tests.helpers.ranks import Ranks
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.grpo.checkpoint import checkpointer, parallel_writer
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
-from torchtitan.grpo.checkpoint.marker import read_marker
+from torchtitan.grpo.checkpoint.marker import complete_steps, read_marker
 from torchtitan.grpo.checkpoint.parallel_writer import FILES
 from torchtitan.grpo.checkpoint.random_states import random_states, set_random_states
 from torchtitan.grpo.errors import UserError

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from tests.helpers.checkpoint_worker import WORKER, TinyTrainer, saved_at, slow_disk
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import attempt, embedded_url, steps, train
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
-from torchtitan.grpo.checkpoint.marker import damages, read_marker
+from torchtitan.grpo.checkpoint.marker import complete_steps, damages, read_marker
 from torchtitan.grpo.checkpoint.together import StageFailed
 from torchtitan.grpo.checkpoint.writing import Writer
 from torchtitan.grpo.errors import UserError

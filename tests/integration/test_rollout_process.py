@@ -19,7 +19,7 @@ from tests.helpers.trainer_runs import (
     train,
     without_times,
 )
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
+from torchtitan.grpo.checkpoint.marker import complete_steps
 from torchtitan.grpo.process.stopping import STOPPED
 from torchtitan.grpo.rollouts.record import read_step, recorded_steps
 

@@ -33,7 +33,7 @@ from tests.helpers.trainer_runs import (
     steps,
     train,
 )
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
+from torchtitan.grpo.checkpoint.marker import complete_steps
 from torchtitan.grpo.process.stopping import STOPPED
 
 SYNC: dict[str, str | None] = {}

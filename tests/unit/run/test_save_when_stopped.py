@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.checkpoint_worker import TinyTrainer, slow_disk
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
+from torchtitan.grpo.checkpoint.marker import complete_steps
 from torchtitan.grpo.checkpoint.writing import Writer
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
 from torchtitan.grpo.checkpoint.loading import Loader
-from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
+from torchtitan.grpo.checkpoint.marker import MARKER, complete_steps, step_of
 from torchtitan.grpo.checkpoint.model_card import CARD, model_card
 from torchtitan.grpo.checkpoint.random_states import random_states
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
@@ -32,11 +32,6 @@ from torchtitan.tools.logging import logger
 
 _LEFT_S = 30.0
 """After an error, longest wait for the checkpoint that is being written. `stopping.FAILED_S` is for all that closes."""
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in `folder`, in the order they were written."""
-    return [marker.step for marker in markers(folder)[0]]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.grpo.checkpoint.marker import markers
+from torchtitan.grpo.checkpoint.marker import complete_steps
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.lora import adapter_parameters
 from torchtitan.grpo.process.disk_full import is_disk_full
@@ -76,7 +76,7 @@ def check_disk(config: JobConfig, source: "ModelSource") -> None:
     """
     checkpoint, steps = config.checkpoint, config.training.steps
     folder = Path(config.job.dump_folder) / checkpoint.folder
-    there = [marker.step for marker in markers(folder)[0]] if checkpoint.enable and checkpoint.resume else []
+    there = complete_steps(folder) if checkpoint.enable and checkpoint.resume else []
     begun = checkpoint.load_step if checkpoint.load_step >= 0 else there[-1] if there else 0
     free = free_bytes(folder) if checkpoint.enable and begun < steps else None
     if free is None:

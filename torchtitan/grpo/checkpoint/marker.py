@@ -95,6 +95,11 @@ def markers(folder: Path) -> tuple[list[Marker], dict[Path, str]]:
     return sorted(found, key=lambda marker: (marker.number, marker.saved_at)), damaged
 
 
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in `folder`, in the order they were written."""
+    return [marker.step for marker in markers(folder)[0]]
+
+
 def step_of(path: Path) -> int:
     """The step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))

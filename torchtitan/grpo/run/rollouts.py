@@ -14,7 +14,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
+from torchtitan.grpo.checkpoint.marker import complete_steps
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.share import Share, of_each, rollout_processes
 from torchtitan.grpo.config.tables import check_lengths, longest_tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
+from torchtitan.grpo.checkpoint.marker import complete_steps
 from torchtitan.grpo.config.frozen import freeze
 from torchtitan.grpo.config.machine import default_to_one_process, one_cpu_thread, raise_file_limit
 from torchtitan.grpo.process.disk_full import disk_full_in_one_line
