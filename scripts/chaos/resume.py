@@ -134,14 +134,14 @@ class Campaign:
     signals: Sequence[signal.Signals] = (signal.SIGKILL, signal.SIGTERM)
     when: str = "any"
     restarts: int = 0
-    hit: list[Point] = field(default_factory=list)
-    missed: int = 0
-    wrong: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    hit: list[Point] = field(default_factory=list, init=False)
+    missed: int = field(default=0, init=False)
+    wrong: list[str] = field(default_factory=list, init=False)
+    notes: list[str] = field(default_factory=list, init=False)
+    counts: Counter[str] = field(default_factory=Counter, init=False)
     """Operations in the trace of rank 0 of an uninterrupted run, and of loads: what faults are aimed at."""
-    deck: list[str] = field(default_factory=list)
-    exact: bool = True
+    deck: list[str] = field(default_factory=list, init=False)
+    exact: bool = field(default=True, init=False)
     """Runs without faults agree to the last bit."""
 
     @property
@@ -165,7 +165,6 @@ class Campaign:
         folder = self.folder / f"job-{job}"
         folder.mkdir()
         share = replace(self, folder=folder, points=points, seed=self.seed + job, jobs=1)
-        share.hit, share.wrong, share.notes, share.counts, share.deck = [], [], [], Counter(), []
         share._hit_all()
         return share.hit, share.missed, share.wrong, share.notes, share.exact
 
