@@ -138,7 +138,7 @@ class Trainer(Run):
         steps = supervised_steps(model, lambda: self.own_rows(self.rollouts.pairs()), sft, max_norm, self.device)
         for i, loss in enumerate(steps, start=1):
             if i % 20 == 0 or i == sft.steps:
-                self.metrics.log(i, self.sum({"loss": loss}), prefix="sft")
+                self.metrics.log(i, self.sum({"sft/loss": loss}), axis="sft/step")
 
     # ------------------------------------------------------------------------------------------ parts of a step
 

@@ -26,7 +26,7 @@ def config_of(*arguments: str) -> JobConfig:
 def test_a_step_is_one_line(caplog):
     console = Console(config_of(), 5)
     with caplog.at_level(logging.INFO):
-        console.log(20, {"sft/loss": 1.5}, prefix="sft")
+        console.log(20, {"sft/loss": 1.5}, "sft/step")
         console.log(1, STEP | {"validation/greedy_reward": 0.25})
         console.log(2, {"reward/mean": 1.0})
     sft, step, next_step = (record.getMessage() for record in caplog.records)

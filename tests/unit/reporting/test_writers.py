@@ -79,7 +79,7 @@ def run(tmp_path):
 def test_every_step_is_one_line_readable_at_once(run, tmp_path):
     metrics = run()
     metrics.log(1, {"reward/mean": 0.5, "policy/kl": torch.tensor(0.25), "rollout/tokens": 7})
-    metrics.log(1, {"greedy_reward": 0.75}, prefix="validation")
+    metrics.log(1, {"validation/greedy_reward": 0.75})
     metrics.log(2, {"reward/mean": 1})
     assert records(tmp_path / "metrics.jsonl") == [
         {
@@ -95,7 +95,7 @@ def test_every_step_is_one_line_readable_at_once(run, tmp_path):
 
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(run, tmp_path):
     before = run()
-    before.log(1, {"loss": 3.0}, prefix="sft")
+    before.log(1, {"sft/loss": 3.0}, "sft/step")
     for step in (1, 2, 3, 4):
         before.log(step, {"reward/mean": step / 10})
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -135,7 +135,7 @@ def test_tensorboard_gets_every_step_and_validation(run, tmp_path):
     first = run("--metrics.enable_tensorboard")
     for step in (1, 2, 3, 4):
         first.log(step, {"reward/mean": step / 10})
-    first.log(3, {"greedy_reward": 0.3}, prefix="validation")
+    first.log(3, {"validation/greedy_reward": 0.3})
     first.close()
     resumed = run("--metrics.enable_tensorboard")
     resumed.log(4, {"reward/mean": 0.8})
@@ -187,7 +187,7 @@ def test_wandb_run_is_written(run, tmp_path, monkeypatch):
     for _ in range(2):  # the second is a resumed run
         metrics = run("--metrics.enable_wandb", "--grpo.group_size", "4")
         samples = SampleLog(config_of(), tmp_path, metrics, tokenizer())
-        metrics.log(1, {"loss": 3.0}, prefix="sft")
+        metrics.log(1, {"sft/loss": 3.0}, "sft/step")
         metrics.log(1, {"reward/mean": 0.5})
         samples.log(1, [group_of([1.0, 0.0])], [[0.7, -0.7]])
         samples.log_validation(1, held_out([1.0], [0.0]))
@@ -284,7 +284,7 @@ def test_a_full_disk_costs_no_line_and_ends_nothing(run, tmp_path, caplog):
     def log(step: int) -> None:
         metrics.log(step, {"reward/mean": step / 10})
         samples.log(step, [group_of([1.0])], [[0.0]])
-        metrics.log(step, {"greedy_reward": step / 5}, prefix="validation")
+        metrics.log(step, {"validation/greedy_reward": step / 5})
 
     def logged(*steps: int) -> list[dict]:
         return [{"step": step, "reward/mean": step / 10, "validation/greedy_reward": step / 5} for step in steps]

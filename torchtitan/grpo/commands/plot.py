@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.reporting.step_lines import read_lines
+from torchtitan.grpo.reporting.step_lines import WARM_START, read_lines
 
 try:
     import matplotlib
@@ -40,10 +40,10 @@ def _found(argument: str) -> tuple[str, list[Path]]:
 
 
 def read_curves(file: Path) -> dict[str, Curve]:
-    """Every metric of one run. Supervised steps have their own axis, `sft/step`."""
+    """Every metric of one run by its own steps."""
     curves: dict[str, Curve] = {}
     for record in read_lines(file):
-        step = record["step" if "step" in record else "sft/step"]
+        step = record["step" if "step" in record else WARM_START]
         for name, value in record.items():
             curves.setdefault(name, {})[step] = value
     return curves
@@ -81,7 +81,7 @@ def main(arguments: Namespace) -> int:
     if arguments.smooth < 1:
         raise UserError(f"--smooth {arguments.smooth}: 1 leaves the points as they are, more are averaged")
     runs = {label: [read_curves(file) for file in files] for label, files in find_runs(arguments.runs).items()}
-    known = sorted({name for seeds in runs.values() for curves in seeds for name in curves} - {"step", "sft/step"})
+    known = sorted({name for seeds in runs.values() for curves in seeds for name in curves} - {"step", WARM_START})
     missing = [name for name in arguments.metrics if name not in known]
     if missing:
         said = ", ".join(f"{name}{did_you_mean(name, known)}" for name in missing)

@@ -7,10 +7,8 @@ from datetime import timedelta
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.reporting.ledger import verdict
+from torchtitan.grpo.reporting.step_lines import WARM_START
 from torchtitan.tools.logging import logger
-
-SFT_PREFIX = "sft"
-"""Metrics with this prefix count supervised steps, on their own axis (`sft/step`)."""
 
 FIELDS = (
     # label, metric, format
@@ -82,12 +80,11 @@ class Console:
         self._last_step_at: float | None = None
         self._warned = False
 
-    def log(self, step: int, values: dict[str, float], prefix: str = "") -> None:
-        """Show a step's metrics; with a prefix, those that `MetricsLogger.log` put it before."""
-        if prefix:
-            total = f"/{self._sft_steps}" if prefix == SFT_PREFIX else ""
-            shown = "  ".join(f"{name.removeprefix(prefix + '/')} {value:.4g}" for name, value in values.items())
-            logger.info(f"{prefix} step {step}{total}  {shown}")
+    def log(self, step: int, values: dict[str, float], axis: str = "step") -> None:
+        """Show a step's metrics."""
+        if axis == WARM_START:
+            shown = "  ".join(f"{name.removeprefix('sft/')} {value:.4g}" for name, value in values.items())
+            logger.info(f"sft step {step}/{self._sft_steps}  {shown}")
             return
         # A step without validation says the last one's result.
         self._held_out |= {name: value for name, value in values.items() if name.startswith("validation/")}

@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
+WARM_START = "sft/step"
+"""Axis of the supervised steps before GRPO's. Its metrics are `sft/...`; all others are over `step`."""
 _TORN_MAX = 100
 """Most lines at the end of a file that may be torn."""
 _WAITING_MAX = 1000

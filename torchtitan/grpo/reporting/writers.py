@@ -18,9 +18,9 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.resolved import write_config
 from torchtitan.grpo.errors import in_words
-from torchtitan.grpo.reporting.console import SFT_PREFIX, Console, Field
+from torchtitan.grpo.reporting.console import Console, Field
 from torchtitan.grpo.reporting.prometheus import PrometheusEndpoint
-from torchtitan.grpo.reporting.step_lines import StepLines
+from torchtitan.grpo.reporting.step_lines import WARM_START, StepLines
 from torchtitan.grpo.reporting.wandb_run import WandbRun
 from torchtitan.tools.logging import logger
 
@@ -77,24 +77,23 @@ class MetricsLogger:
         write_config(config, self._folder)
         port = config.metrics.prometheus_port
         self._prometheus = PrometheusEndpoint(port) if port else None
-        axes = {"*": "step", f"{SFT_PREFIX}/*": f"{SFT_PREFIX}/step"}
+        axes = {"*": "step", "sft/*": WARM_START}
         self._wandb = WandbRun(config, self._folder, axes) if config.metrics.enable_wandb else None
         self._console = Console(config, total_steps)
 
-    def log(self, step: int, metrics: dict[str, float | torch.Tensor], *, prefix: str = "") -> None:
+    def log(self, step: int, metrics: dict[str, float | torch.Tensor], axis: str = "step") -> None:
         """Report the metrics of a step. Several calls for one step make one line of `metrics.jsonl`.
 
         Args:
-            step: GRPO step, counted from 1 (0: before the first). With the prefix `sft`, the supervised step.
+            step: Counted from 1 (0: before the first).
             metrics: Numbers and scalar tensors by flat name ("reward/mean").
-            prefix: Put before every name with a slash: "validation", "sft".
+            axis: What counts the step: `WARM_START` for metrics named `sft/...`.
         """
         if not self.enabled:
             return
-        values = finite_numbers({f"{prefix}/{k}" if prefix else k: v for k, v in metrics.items()}, self._warned)
+        values = finite_numbers(metrics, self._warned)
         if self._one_server:  # at a port that differs in each run
             values = {_ONE_SERVER.sub(self._one_server, name): value for name, value in values.items()}
-        axis = f"{SFT_PREFIX}/step" if prefix == SFT_PREFIX else "step"
         self._lines.merge({axis: step, **values}, axis)
         self._to_tensorboard(step, values)
         if self._wandb is not None:
@@ -103,7 +102,7 @@ class MetricsLogger:
         if self._prometheus is not None:
             with self._goes_on("Prometheus"):
                 self._prometheus.update({axis: step, **values})
-        self._console.log(step, values, prefix)
+        self._console.log(step, values, axis)
 
     def show_fields(self, fields: tuple[Field, ...]) -> None:
         """Show these of a step."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.reporting.step_lines import read_lines
+from torchtitan.grpo.reporting.step_lines import WARM_START, read_lines
 
 Points = list[tuple[float, float]]
 """(step, value), steps rising."""
@@ -53,7 +53,7 @@ class Run:
 
     def points(self, name: str) -> Points:
         """A metric's values by step; a supervised one's by its own step."""
-        axis = "sft/step" if name.startswith("sft/") else "step"
+        axis = WARM_START if name.startswith("sft/") else "step"
         return [(line[axis], line[name]) for line in (*self.warm_start, *self.lines) if name in line]
 
     def last(self, name: str) -> float:
@@ -90,7 +90,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder,
         [line for line in lines if "step" in line],
-        [line for line in lines if "sft/step" in line],
+        [line for line in lines if WARM_START in line],
         read_lines(folder / "samples.jsonl"),
         read_lines(folder / "validation_samples.jsonl"),
         _settings(text),
