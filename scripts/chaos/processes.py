@@ -194,14 +194,11 @@ class Server:
     Args:
         folder: For its log.
         model: The Hugging Face folder that it serves, with or without weights.
-        sequences: That an embedded server decodes at once.
         gpu: Where vLLM or SGLang serves; "" for the CPU.
     """
 
-    def __init__(
-        self, engine: str, folder: Path, name: str, model: Path = TINY, sequences: int = 64, gpu: str = ""
-    ) -> None:
-        self.engine, self.name, self.model, self._sequences, self._gpu = engine, name, model, sequences, gpu
+    def __init__(self, engine: str, folder: Path, name: str, model: Path = TINY, gpu: str = "") -> None:
+        self.engine, self.name, self.model, self._gpu = engine, name, model, gpu
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder = folder / name
@@ -218,7 +215,7 @@ class Server:
         """Start it, with another model if one is given; it may not be running."""
         model, log = model or self.model, self._folder / "server.log"
         if self.engine == "embedded":
-            arguments = ["--model", model, "--port", self.port, "--max-sequences", self._sequences]
+            arguments = ["--model", model, "--port", self.port, "--max-sequences", 64]
             self._process = Ranks(1, EMBEDDED, *arguments, log=log, environment=environment())
             return
         command = [sys.executable, "-m", "torchtitan.grpo.commands", "serve", self.engine, model]

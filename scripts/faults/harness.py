@@ -39,6 +39,8 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 CPU = torch.device("cpu")
 PROMPTS = [[5 + (i * (7 + 2 * n)) % 400 for i in range(300)] for n in range(4)]
 """Longer than two blocks of vLLM's cache (128 tokens on a CPU)."""
+BACK_S = 60.0
+"""Until a server that was fed again is in traffic."""
 SAMPLING = SamplingParams(n=8, temperature=1.0, max_tokens=32, ignore_eos=True)
 LORA = SimpleNamespace(enable=True, rank=4, alpha=6.0, target_modules=["all-linear"])
 
@@ -160,11 +162,11 @@ class Harness:
         self.recover()
         return said
 
-    def recover(self, timeout_s: float = 60.0) -> None:
+    def recover(self) -> None:
         """Wait until the server is back, with new weights."""
         self.learn()
         self.publish(wait=True)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + BACK_S
         while not (self.server.in_traffic and self.server.version == self.version):
             if time.monotonic() > deadline:
                 raise TimeoutError(self.fleet.describe())

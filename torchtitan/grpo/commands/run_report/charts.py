@@ -95,9 +95,9 @@ def smoothed(points: Points) -> Points:
     return result
 
 
-def ticks(least: float, greatest: float, count: int = 6) -> list[float]:
-    """Round numbers within a range, at most `count` and at least about half as many."""
-    step = _nice((greatest - least) / count)
+def ticks(least: float, greatest: float) -> list[float]:
+    """Round numbers within a range, 3 to 6."""
+    step = _nice((greatest - least) / 6)
     first = math.ceil(least / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, math.floor(greatest / step + 1e-9) + 1)]
 
