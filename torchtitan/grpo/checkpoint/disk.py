@@ -74,15 +74,13 @@ def check_disk(config: JobConfig, source: "ModelSource") -> None:
     Raises:
         UserError: Not even the first one fits. A disk that does not say how much is free is not refused.
     """
-    checkpoint, steps = config.checkpoint, config.training.steps
+    checkpoint = config.checkpoint
     folder = Path(config.job.dump_folder) / checkpoint.folder
     there = complete_steps(folder) if checkpoint.enable and checkpoint.resume else []
     begun = checkpoint.load_step if checkpoint.load_step >= 0 else there[-1] if there else 0
-    free = free_bytes(folder) if checkpoint.enable and begun < steps else None
+    free = free_bytes(folder) if checkpoint.enable and begun < config.training.steps else None
     if free is None:
         return
-    first = min(steps, (begun // checkpoint.interval + 1) * checkpoint.interval)
-    free += _taken_bytes(folder / f"step-{first}.tmp")  # of a save that was killed: the next one removes it
     with torch.device("meta"):
         model = source.build()
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -121,10 +119,6 @@ def free_bytes(folder: Path) -> int | None:
     except OSError as error:
         return 0 if is_disk_full(error) else None
     return None
-
-
-def _taken_bytes(folder: Path) -> int:
-    return sum(512 * path.lstat().st_blocks for path in folder.rglob("*"))
 
 
 def mib(size: int) -> str:
