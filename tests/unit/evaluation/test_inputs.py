@@ -223,3 +223,5 @@ def test_an_unknown_flag_is_named(tmp_path):
         config_of(*QUICKSTART, "--validation.promts", "3")
     with pytest.raises(UserError, match="evaluate has no --dry_run"):
         config_of(*QUICKSTART, "--dry-run", "h100")
+    with pytest.raises(UserError, match=r"evaluate has no --rollout\.urls: give --url"):
+        config_of(*QUICKSTART, "--rollout.urls=http://a:1")

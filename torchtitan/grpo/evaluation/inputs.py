@@ -67,6 +67,8 @@ OF_THE_RUN = (
 """Sections and keys about a run's steps, processes and servers. Those of its file do not count here, those of the
 command line do."""
 _OF_THE_ENDPOINT = ("rollout.serve_port", "rollout.serve_host", "rollout.serve_key_env")
+_BY_ARGUMENTS = {"model.hf_assets_path": "MODEL", "rollout.engine": "--engine", "rollout.urls": "--url"}
+"""Keys that arguments of the command say."""
 
 
 def checkpoint_of(folder: Path) -> Path | None:
@@ -107,6 +109,8 @@ def evaluation_config(
     of_servers = {"rollout.replicas": "0" if urls else "1"}
     for flag in sorted(named & {"check", "dry_run"}):
         raise UserError(f"torchtitan-grpo evaluate has no --{flag}: for a short evaluation, lower --validation.prompts")
+    for key in sorted(named & _BY_ARGUMENTS.keys()):
+        raise UserError(f"torchtitan-grpo evaluate has no --{key}: give {_BY_ARGUMENTS[key]}")
     step = checkpoint_of(folder)
     if step is not None and CONFIG_FILE not in named and _is_supervised(step):
         raise UserError(
