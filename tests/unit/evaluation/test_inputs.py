@@ -64,6 +64,9 @@ def test_a_checkpoint_brings_its_runs_configuration_and_its_results_stay_with_it
     assert (other.validation.sets, other.validation.prompts) == ([], load_config(QUICKSTART).validation.prompts)
     assert other.job.dump_folder == str(tmp_path / "run")
     assert ask([*QUICKSTART, "--job.dump_folder", "here"]).job.dump_folder == "here"
+    for checkpoints, expected in ((str(step.parent), step.parent), ("run/checkpoint", tmp_path)):
+        (step / "run_config.json").write_text(json.dumps(saved | {"checkpoint.folder": checkpoints}))
+        assert ask([]).job.dump_folder == str(expected)
 
 
 def test_the_runs_servers_and_ranks_are_not_those_of_the_evaluation(tmp_path, monkeypatch):

@@ -120,8 +120,8 @@ def evaluation_config(
     run = read_run_config(step) if step else {}
     beside: dict[str, str] = {}
     if step is not None:  # its results are not for the folder of another run, which the TOML file may name
-        among_others = step.parent.name == Path(run.get("checkpoint.folder", "checkpoint")).name
-        beside["job.dump_folder"] = str(step.parents[1] if among_others else step.parent)
+        among_others = Path(run.get("checkpoint.folder", "checkpoint"))  # in the run's folder, if it is relative
+        beside["job.dump_folder"] = str(step.parent).removesuffix(f"/{among_others}")
         if CONFIG_FILE not in named:
             logger.info(f"The configuration is that of {step / RUN_CONFIG}")
     given |= {key: value for key, value in (of_servers | beside).items() if key not in named}
