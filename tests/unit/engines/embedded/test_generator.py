@@ -3,6 +3,7 @@
 import math
 import queue
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -284,6 +285,22 @@ def test_small_memory_only_delays(model: PreTrainedModel) -> None:
         generator.check(30, 20)
 
 
+def test_few_long_answers_after_many_short_ones_take_no_more_memory(model: PreTrainedModel) -> None:
+    """Keys and values are rows of equal length: most rows times most tokens would be four times what it may have."""
+    token_bytes = 2 * 2 * 2 * 16 * 4
+    results = []
+    for tokens in (1280, 1 << 20):
+        short = [Request(f"s{i}", [1, 2], SamplingParams(1, 1.0, 10 + i % 21, seed=i)) for i in range(60)]
+        long = [Request(f"l{i}", [1, 2], SamplingParams(1, 1.0, 126, seed=i)) for i in range(9)]
+        generator = make_generator(model, cache_bytes=tokens * token_bytes)
+        generator.add(short + long)
+        while generator.busy:
+            generator.step()
+            assert generator._cache.row_capacity * generator._cache.token_capacity <= tokens
+        results.append(answers(short + long))
+    assert results[0] == results[1]
+
+
 def test_stop_end_and_length(model: PreTrainedModel) -> None:
     prompt = prompts_of([6])[0]
 
@@ -468,4 +485,26 @@ def test_a_step_whose_error_cannot_say_what_it_is_ends_its_requests(monkeypatch)
         worker.add([Request("r", [1], SamplingParams(1, 0.0, 4))])
         (request,) = ended.get(timeout=10)
         assert request.error == "generation failed: (what Unspeakable says cannot be read)"
+    worker.close(10)
+
+
+def test_requests_whose_step_runs_out_of_memory_are_told_and_the_next_ones_are_served(monkeypatch) -> None:
+    generator, ended = make_generator(make_model()), queue.SimpleQueue[list[Request]]()
+    worker = GenerationWorker(generator, ended.put)
+    worker.start()
+
+    def answered(answer_tokens: int) -> Request:
+        worker.add([Request("r", [1, 2], SamplingParams(1, 0.0, answer_tokens))])
+        while not (requests := ended.get(timeout=10)):
+            pass
+        return requests[0]
+
+    whole = answered(60)
+    for part, name in ((generator, "_forward"), (generator._cache, "reserve"), (generator._cache.layers[1], "resize")):
+        generator.drop_cache()
+        runs_out = Mock(side_effect=torch.OutOfMemoryError("no memory"))
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, runs_out)
+            assert answered(60).error == "generation failed: no memory", name
+        assert answered(60).answers[0].token_ids == whole.answers[0].token_ids, name
     worker.close(10)

@@ -132,7 +132,7 @@ class Generator:
         token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
         self.cache_tokens = cache_bytes // token_bytes
         self.routing = RoutingRecorder(model)
-        self._cache = RowCache(config.num_hidden_layers)
+        self._cache = RowCache(config.num_hidden_layers, self.cache_tokens)
         self._cached = {cache_argument(model.base_model): self._cache, "use_cache": True}
         self._running: list[Branch] = []  # running[r] is row r of the cache
         self._waiting: deque[Answer] = deque()
@@ -178,6 +178,7 @@ class Generator:
         """End every request now, with the tokens that it has, and return them."""
         answers = [*self._unfinished(), *self._waiting]
         self._running, self._waiting = [], deque()
+        self.drop_cache()  # memory that ran out is free again, and a cache that was being resized is whole
         finished = []
         for answer in answers:
             answer.request.error = error
@@ -206,6 +207,10 @@ class Generator:
     def _unfinished(self) -> list[Answer]:
         """The running answers, row by row."""
         return [answer for branch in self._running for answer in branch]
+
+    def _longest(self) -> int:
+        """Tokens of the longest running answer."""
+        return max(branch[0].tokens for branch in self._running)
 
     def _remove_cancelled(self) -> None:
         if any(branch[0].request.cancelled for branch in self._running):
@@ -249,8 +254,9 @@ class Generator:
         tokens = torch.tensor([t + [0] * (width - len(t)) for t in inputs], device=device)
         columns = torch.arange(width, device=device)
         last = torch.tensor([len(t) - 1 for t in inputs], device=device)
-        first, rows_max = len(self._running), self.running + sum(map(len, batch))
-        self._cache.reserve(rows_max, width + 1, keep=bool(self._running))
+        first = len(self._running)
+        self._running += batch  # first: if anything fails, they are dropped with the others
+        self._cache.reserve(self.running, self._longest() + 1, keep=first > 0)
         self._cache.prefill(first, len(batch))
         mask = self._mask(columns[None, :], columns[:, None], (None, None))
         self.routing.wanted = any(branch[0].request.routes for branch in batch)
@@ -261,13 +267,12 @@ class Generator:
                     # Positions that older weights have computed keep their experts.
                     answer.routes.append(chosen[sum(map(len, answer.routes)) : answer.tokens])
         hidden = hidden[torch.arange(len(inputs), device=device), last]
-        self._running += batch
         return self._sample(logits_of(self.model, hidden), first)
 
     def _decode(self) -> list[Request]:
         """One token for every running answer."""
         device = self.model.device
-        width = max(branch[0].tokens for branch in self._running)
+        width = self._longest()
         self._cache.reserve(self.running, width, keep=True)
         # A row's newest token is the input. It is not in the cache yet, and its position is its column.
         newest = [(branch[0].token_ids[-1], branch[0].tokens - 1) for branch in self._running]

@@ -39,11 +39,12 @@ class _RowLayer(DynamicLayer):
         view = (slice(cache.decode_row_count), slice(None), slice(cache.decode_tokens))
         return self.keys[view], self.values[view]
 
-    def grow(self, rows: int, tokens: int) -> None:
+    def resize(self, rows: int, tokens: int) -> None:
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_zeros((rows, old.shape[1], tokens, old.shape[3]))
-            new[: old.shape[0], :, : old.shape[2]] = old
+            kept = old[:rows, :, :tokens]
+            new[: kept.shape[0], :, : kept.shape[2]] = kept
             setattr(self, name, new)
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor, tokens: int) -> None:
@@ -59,33 +60,36 @@ class RowCache(Cache):
 
     Call `prefill` or `decode` before the model's forward to say where its keys and values go. The rows in use are
     always the first ones. `copy` makes rows that go on in several ways, and fills the gaps that finished rows leave.
+
+    Args:
+        tokens_max: How many tokens of keys and values memory is for, in all rows together.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, tokens_max: int) -> None:
         super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
+        self.tokens_max = tokens_max
         self.row_capacity = 0
         self.token_capacity = 0
         self.prefill_rows: slice | None = None
 
     def reserve(self, rows: int, tokens: int, keep: bool) -> None:
-        """Make room for `rows` rows of `tokens` tokens. Stored values stay if `keep`."""
+        """Make room for `rows` rows of `tokens` tokens. Stored values in these stay if `keep`."""
         tokens = -(-tokens // 32) * 32
         if not keep and (self.row_capacity > 4 * rows or self.token_capacity > 4 * tokens):
             self.drop()  # much larger than needed now: free the memory
         if rows <= self.row_capacity and tokens <= self.token_capacity:
             return
-        # Grow to at least twice the old size, so that copying costs a constant per token.
-        if rows > self.row_capacity:
-            rows = max(rows, 2 * self.row_capacity)
-        if tokens > self.token_capacity:
-            tokens = max(tokens, 2 * self.token_capacity)
-        rows, tokens = max(rows, self.row_capacity), max(tokens, self.token_capacity)
         if not keep:
             self.drop()
-        self.row_capacity, self.token_capacity = rows, tokens
+        # Grow to at least twice the old size, so that copying costs a constant per token.
+        new_rows = self.row_capacity if rows <= self.row_capacity else max(rows, 2 * self.row_capacity)
+        new_tokens = self.token_capacity if tokens <= self.token_capacity else max(tokens, 2 * self.token_capacity)
+        if new_rows * new_tokens > self.tokens_max:  # many short rows were here before, and now there are few long ones
+            new_rows, new_tokens = rows, tokens
+        self.row_capacity, self.token_capacity = new_rows, new_tokens
         for layer in self.layers:
             if layer.keys is not None:
-                layer.grow(rows, tokens)
+                layer.resize(new_rows, new_tokens)
 
     def prefill(self, first_row: int, rows: int) -> None:
         """The next forward fills `rows` rows from `first_row` on."""
