@@ -8,7 +8,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.helpers import Unspeakable
 from torchtitan.grpo.engines.embedded.bodies import reply
@@ -489,22 +497,24 @@ def test_a_step_whose_error_cannot_say_what_it_is_ends_its_requests(monkeypatch)
 
 
 def test_requests_whose_step_runs_out_of_memory_are_told_and_the_next_ones_are_served(monkeypatch) -> None:
-    generator, ended = make_generator(make_model()), queue.SimpleQueue[list[Request]]()
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16))
+    generator, ended = make_generator(model), queue.SimpleQueue[list[Request]]()
     worker = GenerationWorker(generator, ended.put)
     worker.start()
 
-    def answered(answer_tokens: int) -> Request:
-        worker.add([Request("r", [1, 2], SamplingParams(1, 0.0, answer_tokens))])
+    def answered() -> Request:
+        worker.add([Request("r", [1, 2], SamplingParams(1, 0.0, 60), routes=True)])
         while not (requests := ended.get(timeout=10)):
             pass
         return requests[0]
 
-    whole = answered(60)
-    for part, name in ((generator, "_forward"), (generator._cache, "reserve"), (generator._cache.layers[1], "resize")):
+    whole = answered()
+    cache = generator._cache
+    for part, name in ((model.base_model.norm, "forward"), (cache, "reserve"), (cache.layers[1], "resize")):
         generator.drop_cache()
         runs_out = Mock(side_effect=torch.OutOfMemoryError("no memory"))
         with monkeypatch.context() as patch:
             patch.setattr(part, name, runs_out)
-            assert answered(60).error == "generation failed: no memory", name
-        assert answered(60).answers[0].token_ids == whole.answers[0].token_ids, name
+            assert answered().error == "generation failed: no memory", name
+        assert answered().answers[0].token_ids == whole.answers[0].token_ids, name
     worker.close(10)

@@ -259,7 +259,7 @@ class Generator:
         self._cache.reserve(self.running, self._longest() + 1, keep=first > 0)
         self._cache.prefill(first, len(batch))
         mask = self._mask(columns[None, :], columns[:, None], (None, None))
-        self.routing.wanted = any(branch[0].request.routes for branch in batch)
+        self.routing.begin(any(branch[0].request.routes for branch in batch))
         hidden = self._forward(tokens, columns.expand(len(inputs), -1), mask)  # [rows, width, D]
         if self.routing.wanted:
             for branch, chosen in zip(batch, self.routing.take(len(batch), width), strict=True):
@@ -281,7 +281,7 @@ class Generator:
         self._cache.decode(positions.squeeze(1), width)
         columns = torch.arange(width, device=device)
         mask = self._mask(columns[None, :], positions, (slice(None), None, None))  # [R, 1, 1, width]
-        self.routing.wanted = any(branch[0].request.routes for branch in self._running)
+        self.routing.begin(any(branch[0].request.routes for branch in self._running))
         hidden = self._forward(tokens, positions, mask)  # [R, 1, D]
         if self.routing.wanted:
             for branch, chosen in zip(self._running, self.routing.take(len(self._running)), strict=True):

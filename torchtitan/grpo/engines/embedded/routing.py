@@ -32,14 +32,17 @@ class RoutingRecorder:
             for router in routers:
                 router.register_forward_hook(self._keep)
         self.wanted = False
-        """Record the next forward pass."""
         self._chosen: list[torch.Tensor] = []
 
+    def begin(self, wanted: bool) -> None:
+        """Record the next forward pass, if it is wanted, and forget one that has failed."""
+        self.wanted, self._chosen = wanted, []
+
     def take(self, *shape: int) -> np.ndarray:
-        """What was recorded since the last call: [*shape, layers, top_k], where the pass had tokens of `shape`."""
+        """What the pass has chosen: [*shape, layers, top_k], where it had tokens of `shape`."""
         assert self.shape is not None
         chosen = torch.stack(self._chosen, dim=-2).cpu().numpy().astype(self.shape.dtype)
-        self._chosen, self.wanted = [], False
+        self.begin(False)
         return chosen.reshape(*shape, self.shape.layers, self.shape.top_k)
 
     def _keep(self, router: nn.Module, inputs: Any, output: Any) -> None:
