@@ -169,13 +169,14 @@ def embedded() -> None:
         return sample(logits, *args[:4], dict.fromkeys(range(len(logits)), cut))
 
     def change(update: Any, *_: Any) -> None:
-        change_weights(update._model)
+        change_weights(update.model)
         if fault() == "adapter":
-            for name, parameter in update._model.named_parameters():
+            for name, parameter in update.model.named_parameters():
                 if name.endswith("lora_B"):
                     parameter.data.zero_()
 
     generating.sample = lambda *args: (sample_from_a_part if fault() == "top_p" else sample)(*args)
+    after(ModelUpdate, "__init__", lambda update, model, *_: setattr(update, "model", model))
     after(ModelUpdate, "check_complete", change)
     unless(generating.Generator, "preempt", ("kv",))
     server.main()

@@ -136,6 +136,7 @@ def test_control_knows_the_server(server: RunningServer) -> None:
         ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer.json"),
         ({"token_ids": [1], "sampling_params": {"best_of": 2}}, "unknown field `best_of`"),
         ({"token_ids": [1], "sampling_params": {"\ud800": 2}}, "surrogates not allowed"),
+        ({"token_ids": [1], "sampling_params": {"stop": ["\ud800"]}}, "surrogates not allowed"),
         (
             {"token_ids": [1], "sampling_params": {"temperature": -1}},
             "temperature must be 0, or a number from 1e-06 to",
@@ -458,6 +459,15 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
         trainer = Trainer(control, tensors)
         with pytest.raises(ServerError, match="pause the server"):
             control.start_update()
+
+        control.pause()
+        control.start_update()
+        with pytest.raises(ServerError, match="call /start_weight_update and /update_weights first"):
+            control.finish_update(version_name(11))  # nothing was sent
+        control.start_update()
+        control.resume()
+        with pytest.raises(ServerError, match="pause the server"):
+            control.update({"version": 11})
 
         def publish() -> list[int]:
             control.pause("keep", clear_cache=True)

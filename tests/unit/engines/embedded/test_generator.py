@@ -372,7 +372,6 @@ def test_preempted_rows_are_computed_again_under_new_weights() -> None:
     generator.step()
     old = [[(list(row.token_ids), list(row.logprobs)) for row in request.answers] for request in requests]
     update = ModelUpdate(model)
-    update.begin()
     update.load(list(other.state_dict().items()))
     update.check_complete()
     generator.version = "7"
@@ -437,7 +436,6 @@ def test_nan_weights_are_an_error() -> None:
 def test_updates_name_what_is_wrong() -> None:
     model = make_model()
     update = ModelUpdate(model)
-    update.begin()
     with pytest.raises(ValueError, match=r"no parameter 'model\.nothing'"):
         update.load([("model.nothing", torch.zeros(1))])
     with pytest.raises(ValueError, match=r"model\.norm\.weight: the served model has"):
@@ -447,7 +445,6 @@ def test_updates_name_what_is_wrong() -> None:
         update.check_complete()
     tied = make_model("llama")
     update = ModelUpdate(tied)
-    update.begin()
     update.load([(name, p) for name, p in tied.named_parameters()])
     update.check_complete()
 

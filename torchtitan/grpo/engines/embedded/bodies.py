@@ -61,7 +61,8 @@ def generation(body: dict, generator: Generator) -> Request:
         raise BadRequest("stream is not supported")
     try:
         sampling = msgspec.convert({name: value for name, value in given.items() if value is not None}, _Sampling)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a character in a name
+        "".join(sampling.stop).encode()
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a character
         raise BadRequest(f"sampling_params: {str(error)[:200]}") from error
     if sampling.stop and generator.decode is None:
         raise BadRequest("stop needs a tokenizer, and the model's folder has no tokenizer.json")

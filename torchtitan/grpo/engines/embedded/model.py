@@ -79,7 +79,9 @@ def load_decode(folder: Path) -> Decode | None:
 
 
 class ModelUpdate:
-    """One weight update of a model, in place: call `begin`, `load` for each bucket, then `check_complete`.
+    """One weight update of a model, in place: call `load` for each bucket, then `check_complete`.
+
+    It begins with making place for what comes: adapters as the trainer has them, or none.
 
     Args:
         adapter: If adapters are updated: how they apply.
@@ -87,19 +89,14 @@ class ModelUpdate:
     """
 
     def __init__(self, model: PreTrainedModel, adapter: AdapterInfo | None = None, names: Sequence[str] = ()) -> None:
-        self._model, self._adapter, self._names = model, adapter, names
         self._targets: dict[str, torch.Tensor] = {}
-        self._missing: set[str] = set()
-
-    def begin(self) -> None:
-        """Make place for what comes: adapters as the trainer has them, or none."""
-        if self._adapter is not None:
-            self._targets = dict(fit_adapters(self._model, self._adapter, self._names))
+        if adapter is not None:
+            self._targets |= fit_adapters(model, adapter, names)
             self._missing = set(self._targets)
             return
-        remove_adapters(self._model)
-        self._targets = base_parameters(self._model)  # of two names of a tied embedding, either one fills it
-        self._missing = set(base_parameters(self._model, twice=False))
+        remove_adapters(model)
+        self._targets |= base_parameters(model)  # of two names of a tied embedding, either one fills it
+        self._missing = set(base_parameters(model, twice=False))
 
     @torch.no_grad()
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -60,7 +60,7 @@ class EmbeddedApp:
         self._cohorts: dict[str, Cohort] = {}
         self._receiver: Any = None
         self._joining: Future | None = None
-        self._update: ModelUpdate | None = None
+        self._update: Literal["none", "started", "received"] = "none"
         self.torn = False
         self._tokenizer: Any = None
 
@@ -256,33 +256,34 @@ class EmbeddedApp:
             raise BadRequest("call /init_weight_transfer_engine first")
         if not self.worker.paused:
             raise BadRequest("pause the server before a weight update")
-        adapter = self._receiver.info.adapter
-        info = AdapterInfo(**adapter) if adapter is not None else None
-        self._update = ModelUpdate(self.generator.model, info, self._receiver.names)
+        self._update = "started"
         return web.json_response({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
         update_info = (await bodies.json_of(http)).get("update_info")
-        update, receiver = self._update, self._receiver
-        if update is None or receiver is None:
+        receiver, model = self._receiver, self.generator.model
+        if self._update != "started" or receiver is None:
             raise BadRequest("call /start_weight_update first")
+        if not self.worker.paused:
+            raise BadRequest("pause the server before a weight update")
         if not isinstance(update_info, dict):
             raise BadRequest("update_info must be an object")
         # After a failed update, a new one must start from the beginning. Until one succeeds, the weights are torn.
-        self.torn, self._update = True, None
-        await self._call(update.begin)
+        self.torn, self._update = True, "none"
+        adapter = receiver.info.adapter
+        info = AdapterInfo(**adapter) if adapter is not None else None
+        update = await self._call(lambda: ModelUpdate(model, info, receiver.names))
         await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete, copies=True))
         if receiver is not self._receiver:
             raise BadRequest("a trainer has connected since this update began")
-        self._update = update
+        self._update = "received"
         return web.json_response({"message": "Weights updated"})
 
     async def finish_weight_update(self, http: web.Request) -> web.Response:
         body = await bodies.json_of(http) if http.can_read_body else {}
-        update, self._update = self._update, None
-        if update is None:
-            raise BadRequest("call /start_weight_update first")
-        update.check_complete()
+        if self._update != "received":
+            raise BadRequest("call /start_weight_update and /update_weights first")
+        self._update = "none"
         version = str(body.get("weight_version") or self.generator.version)
         await self._call(lambda: setattr(self.generator, "version", version))
         self.torn = False
