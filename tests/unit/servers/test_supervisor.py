@@ -96,6 +96,10 @@ def own_weights() -> Iterator[Path]:
     folder.rmdir()
 
 
+def launch_of(program: str) -> Launch:
+    return Launch("0", lambda port: ([program], dict(os.environ)), HttpControl)
+
+
 def server_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("server ")]
 
@@ -250,6 +254,27 @@ def test_a_server_that_never_serves_is_named_with_its_log(supervise, tmp_path):
     assert keeps.restarts == 0 and len(server_pids(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "2001:db8::1"])
+def test_an_address_of_another_machine_is_named(host, tmp_path):
+    said = rf"no server can listen at {host} \(.+\): name an address of this machine"
+    with (
+        closing(Supervisor([launch_of("true")], tmp_path, None, 10.0, host)) as keeps,
+        pytest.raises(UserError, match=said),
+    ):
+        keeps.start()
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    urls = tmp_path / "urls.txt"
+    urls.write_text("http://another's\n")
+    said = "file/logs: logs cannot be written there: Not a directory"
+    keeps = Supervisor([launch_of("true")], tmp_path / "file" / "logs", urls, 10.0)
+    with closing(keeps), pytest.raises(UserError, match=said):
+        keeps.start()
+    assert urls.exists(), "it is not this supervisor's"
+
+
 def test_a_log_that_cannot_be_written_is_named(supervise, tmp_path):
     (tmp_path / "logs" / "0.log").mkdir(parents=True)
     keeps = supervise("plain")
@@ -275,8 +300,7 @@ def test_a_thread_that_fails_is_told(supervise, monkeypatch):
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path):
-    launch = Launch("0", lambda port: (["/no/such/program"], dict(os.environ)), HttpControl)
-    with closing(Supervisor([launch], tmp_path, tmp_path / "urls.txt", 10.0)) as keeps:
+    with closing(Supervisor([launch_of("/no/such/program")], tmp_path, tmp_path / "urls.txt", 10.0)) as keeps:
         keeps.start()
         with pytest.raises(
             UserError, match=r"ended with exit status 127 before it served.*\n/no/such/program: No such"

@@ -1,5 +1,6 @@
 """The ports of servers, each reserved against other supervisors of the machine."""
 
+import errno
 import socket
 import sys
 
@@ -18,7 +19,7 @@ class ReservedPort:
         host: Address that the server will listen on.
 
     Raises:
-        UserError: No port is free.
+        UserError: No port is free, or the host is no address of this machine.
     """
 
     def __init__(self, host: str) -> None:
@@ -38,12 +39,17 @@ class ReservedPort:
     def is_free(self) -> bool:
         """Whether a server could listen at it now."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
-            try:
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+                )  # an earlier server's connections may linger
                 probe.bind((self._host, self.port))
-            except OSError:
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
                 return False
+            why = f"no server can listen at {self._host} ({error.strerror}): name an address of this machine"
+            raise UserError(why) from error
         return True
 
     def close(self) -> None:

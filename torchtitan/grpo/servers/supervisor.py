@@ -76,6 +76,7 @@ class Supervisor(Keeper):
         self.may_restart.set()
         self.closing = threading.Event()
         self.changed = threading.Condition()
+        self._folder = folder
         self._listed: list[str] = []
         self._servers = [KeptServer(self, launch, folder / f"{launch.name}.log") for launch in launches]
 
@@ -93,11 +94,14 @@ class Supervisor(Keeper):
         """Start all servers, and write the list. Does not wait for them.
 
         Raises:
-            UserError: A program cannot be run, or no port is free.
+            UserError: No port is free, or the folder for logs or the list cannot be written to.
         """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self._folder}: logs cannot be written there: {error.strerror}") from error
         for server in self._servers:
             server.reserve_port()
-            server.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.write_urls()
         for server in self._servers:
             server.start()
@@ -166,7 +170,7 @@ class Supervisor(Keeper):
             if server.is_alive():
                 server.join(max(0.0, deadline - time.monotonic()))
             server.release_port()
-        if self.urls_file is not None:
+        if self.urls_file is not None and self._listed:
             with contextlib.suppress(OSError):
                 self.urls_file.unlink()
 
