@@ -642,9 +642,9 @@ def test_messages_and_plain_text_or_two_system_messages_contradict(tokenizer, tm
 
 
 def test_bad_hf_folder(tokenizer, gsm8k, tmp_path):
-    def error(**settings):
+    def error(held_out=False, **settings):
         with pytest.raises(UserError) as caught:
-            PromptSource(Data(source="hf", **settings), tokenizer, 0)
+            PromptSource(Data(source="hf", **settings), tokenizer, 0, held_out=held_out)
         return str(caught.value)
 
     message = error(path=str(gsm8k), subset="main", split="validation")
@@ -656,6 +656,27 @@ def test_bad_hf_folder(tokenizer, gsm8k, tmp_path):
     assert '"main"' in error(path=str(gsm8k), subset="mian")
     (tmp_path / "empty").mkdir()
     assert f"[data] path = '{tmp_path}/empty'" in error(path=str(tmp_path / "empty"))
+    assert "[data] path = 'no' is not" in error(path="no", validation_split="test", held_out=True)
+    assert "[data] validation_path = 'no' is not" in error(path=str(gsm8k), validation_path="no", held_out=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"a.jsonl": '{"question": "1"}\n', "b.jsonl": '{"other": 1}\n'}, "because column names don't match"),
+        ({"a.jsonl": "{}", "README.md": "---\nconfigs: [a: b: c\n---\n"}, "ParserError: while parsing a flow sequence"),
+        ({"a.zip": "torn"}, "BadZipFile: File is not a zip file"),
+        ({"dataset_dict.json": "{}"}, "KeyError: 'splits'"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_bad_hf_folder_says_what_is_wrong_with_its_files(tokenizer, tmp_path, files, words):
+    (folder := tmp_path / "folder").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with pytest.raises(UserError, match=rf"\[data\] path = '{folder}' cannot be read as a dataset: ") as caught:
+        PromptSource(Data(source="hf", path=str(folder)), tokenizer, 0)
+    assert words in str(caught.value)
 
 
 def test_too_few_rows_to_hold_any_out(tokenizer, tmp_path):

@@ -19,6 +19,7 @@ from torchtitan.grpo.reporting.estimates import majority
 from torchtitan.grpo.rewards import process
 from torchtitan.grpo.rewards.functions import exact_match, numeric_match
 from torchtitan.grpo.rewards.runner import RewardRunner
+from torchtitan.grpo.sources.table import _literal
 
 FUNCTIONS = """
 import asyncio
@@ -446,6 +447,7 @@ def test_reasoning_gym_scores_by_the_tasks_own_scorer():
     assert max(sample.reward for sample in wrong) < 0.5
     direct = reasoning_gym.create_dataset("arc_agi", size=2, seed=0)
     assert direct.score_answer(direct[0]["answer"], direct[0]) == right[1].reward
+    assert _literal({"size": (1, 2), "own": Path}) == "{'size': [1, 2], 'own': \"<class 'pathlib.Path'>\"}"
 
 
 def test_weights_names_and_whole_text_for_own_functions(functions):

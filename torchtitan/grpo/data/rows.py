@@ -40,8 +40,9 @@ def load_rows(
     separate = bool(data.validation_path or data.validation_split)
     wanted = Wanted(data.path, data.subset, data.split, "path", data.prompt_column, data.answer_column)
     if held_out and separate:
-        path, split = data.validation_path or data.path, data.validation_split or data.split
-        return _load(data, replace(wanted, path=path, split=split, path_key="validation_path"))
+        if data.validation_path:
+            wanted = replace(wanted, path=data.validation_path, path_key="validation_path")
+        return _load(data, replace(wanted, split=data.validation_split or data.split))
     kept_back = 0 if separate else validation_prompts
     rows = _load(data, replace(wanted, extra=kept_back, of_environment=of_environment))
     count = len(rows.rows)

@@ -164,7 +164,7 @@ def _literal(entry: DatasetRow) -> str:
     text = repr(entry)
     try:
         ast.literal_eval(text)
-    except ValueError:  # an object of the task's own: the scorer gets what JSON keeps
+    except (ValueError, SyntaxError):  # an object of the task's own: the scorer gets what JSON keeps
         text = repr(json.loads(json.dumps(entry, default=str)))
     return text
 
@@ -244,8 +244,9 @@ def _hugging_face(wanted: Wanted) -> DatasetRows:
             rows = datasets.load_dataset(path, configuration, split=split)
     except UserError:
         raise
-    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"[data] {key} = {path!r} cannot be read as a dataset: {error}") from error
+    except Exception as error:  # what reads the files may raise anything, and often only the cause says why
+        why = ": ".join(in_words(each) for each in (error, error.__cause__) if each is not None)
+        raise UserError(f"[data] {key} = {path!r} cannot be read as a dataset: {why}") from error
     return whole(rows, f"{path} (split {split})")
 
 
