@@ -300,6 +300,7 @@ def test_a_python_without_the_engine_is_refused(tmp_path: Path, monkeypatch: pyt
         (["--host", "0.0.0.0", "--expose"], "no address that a trainer can use"),
         (["--api_key_env", "NOT_SET"], "NOT_SET is not set"),
         (["--replicas", "0"], "at least 1"),
+        (["--start_timeout_seconds", "nan"], "--start_timeout_seconds must be over 0"),
     ],
 )
 def test_the_command_refuses(words, says, capsys):

@@ -4,6 +4,7 @@ The trainer names FILE, or a copy of it, in [rollout] urls_file. Flags after `--
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv[:end])
     if arguments.replicas < 1 or arguments.gpus_per_server < 1 or arguments.first_gpu < 0:
         parser.error("--replicas and --gpus_per_server must be at least 1, --first_gpu at least 0")
+    if not 0 < arguments.start_timeout_seconds < math.inf:
+        parser.error("--start_timeout_seconds must be over 0")
     if arguments.host in ("", "0.0.0.0", "::"):
         parser.error(f"--host {arguments.host!r} is no address that a trainer can use: name this machine's own")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):

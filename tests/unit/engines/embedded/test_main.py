@@ -1,6 +1,13 @@
-import pytest
+import asyncio
+import socket
+from argparse import Namespace
+from unittest.mock import Mock
 
-from torchtitan.grpo.engines.embedded.__main__ import parse_arguments
+import pytest
+from aiohttp import web
+
+from torchtitan.grpo.engines.embedded.__main__ import parse_arguments, serve
+from torchtitan.grpo.errors import UserError
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.7", "127.example.com"])
@@ -17,3 +24,10 @@ def test_only_an_explicit_word_opens_the_server_to_other_machines(host, monkeypa
 def test_this_machine_needs_no_word(host, monkeypatch):
     monkeypatch.setattr("sys.argv", ["embedded", "--model", "m", "--host", host])
     assert parse_arguments().host == host
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"--host 127\.0\.0\.1 --port {port}: .*address already in use"):
+            asyncio.run(serve(Mock(application=web.Application), Namespace(host="127.0.0.1", port=port)))

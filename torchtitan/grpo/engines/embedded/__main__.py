@@ -81,7 +81,10 @@ async def serve(app: EmbeddedApp, arguments: argparse.Namespace) -> None:
     runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
     site = web.TCPSite(runner, arguments.host, arguments.port)
-    await site.start()
+    try:
+        await site.start()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host {arguments.host} --port {arguments.port}: {error}") from error
     # What is loaded stays. Each collection would look at all of it again, while answers wait.
     gc.collect()
     gc.freeze()
@@ -104,9 +107,9 @@ def main() -> None:
     arguments = parse_arguments()
     try:
         app = build_app(arguments)
+        asyncio.run(serve(app, arguments))
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
-    asyncio.run(serve(app, arguments))
     os._exit(0)  # torch's teardown takes a second, for which the trainer would wait
 
 
