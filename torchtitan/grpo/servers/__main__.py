@@ -58,6 +58,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     except ServerCommandError as error:
         parser.error(str(error))
     arguments.flags = argv[end + 1 :]
+    for flag in arguments.flags:  # --host would open a server to other machines without --expose
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in COMMANDS[arguments.engine].own_flags:
+            parser.error(f"{name} after -- is what this command sets: leave it out")
     return arguments
 
 
