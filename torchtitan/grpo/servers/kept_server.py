@@ -12,9 +12,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.engines.http_control import HttpControl, NoReply
 from torchtitan.grpo.engines.protocol import EngineError, LocalError
@@ -68,18 +68,15 @@ class KeptServer(threading.Thread):
     """The thread that keeps one server alive.
 
     Attributes:
-        healthy: It has answered its health route since its last start.
-        given_up: Why it stays down, "" before.
-        down: It has ended, and has not been started again.
+        state: How it is. The supervisor's `changed` is notified after each change.
         unwanted: Why it is to end, "" if it is not.
     """
 
     def __init__(self, supervisor: "Supervisor", launch: Launch, log_path: Path) -> None:
         super().__init__(name=f"server {launch.name}", daemon=True)
         self.launch, self.log_path = launch, log_path
-        self.restarts = self.ends = 0
-        self.healthy = self.down = False
-        self.why = self.given_up = self.unwanted = ""
+        self.state = ServerState()
+        self.unwanted = ""
         self.process: subprocess.Popen | None = None
         self._supervisor = supervisor
         self._restarts = Restarts()
@@ -90,14 +87,9 @@ class KeptServer(threading.Thread):
         self._reserved: ReservedPort | None = None
         self._had: set[str] = set()  # addresses before it moved: a fleet may not have read its new one yet
 
-    @property
-    def url(self) -> str:
-        """Base address, "" before it has a port."""
-        return self._reserved.url if self._reserved is not None else ""
-
     def has_had(self, url: str) -> bool:
         """Whether this is its address, or was."""
-        return url == self.url or url in self._had
+        return url == self.state.url or url in self._had
 
     def reserve_port(self) -> None:
         """Choose where it listens.
@@ -106,18 +98,17 @@ class KeptServer(threading.Thread):
             UserError: No port is free.
         """
         self._reserved = ReservedPort(self._supervisor.host)
+        self._set(url=self._reserved.url)
 
     def release_port(self) -> None:
         if self._reserved is not None:
             self._reserved.close()
 
-    def state(self) -> ServerState:
-        return ServerState(self.url, self.healthy, self.restarts, self.ends, self.why, self.given_up, self.down)
-
     def may_return(self, lost_at: float) -> bool:
-        if self.given_up or self._supervisor.closing.is_set():
+        state = self.state
+        if state.given_up or self._supervisor.closing.is_set():
             return False
-        serves = self.healthy and not self._failures and self._runs()
+        serves = state.healthy and not self._failures and self._runs()
         return not serves or time.monotonic() < max(lost_at, self._healthy_at) + RETURN_S
 
     def run(self) -> None:
@@ -125,7 +116,7 @@ class KeptServer(threading.Thread):
             self._keep()
         except Exception as error:
             logger.exception("server %s is left alone", self.launch.name)
-            why = f"server {self.launch.name} ({self.url}) is left alone: {error!r}"
+            why = f"server {self.launch.name} ({self.state.url}) is left alone: {error!r}"
             self._set(healthy=False, down=True, given_up=why)
 
     def _keep(self) -> None:
@@ -137,11 +128,14 @@ class KeptServer(threading.Thread):
                 why = f"could not be started: {error}"
             if closing.is_set():
                 return
-            has_served = has_served or self.healthy
-            self._set(healthy=False, down=True, unwanted="", ends=self.ends + 1, why=f"server {self.launch.name} {why}")
-            self._supervisor.on_end(self.url, self.why)
+            has_served = has_served or self.state.healthy
+            url, told = self.state.url, f"server {self.launch.name} {why}"
+            with self._supervisor.changed:  # who sees it down may ask for another end
+                self.unwanted = ""
+                self._set(healthy=False, down=True, ends=self.state.ends + 1, why=told)
+            self._supervisor.on_end(url, told)
             if problem := self._restarts.ended() or ("" if has_served else "before it served"):
-                said = f"server {self.launch.name} ({self.url}) {why} {problem}"
+                said = f"server {self.launch.name} ({url}) {why} {problem}"
                 logger.error("%s (%s)", said, self.log_path)
                 self._set(given_up=f"{said}; its log {self.log_path} ends with:\n{self._tail()}")
                 return
@@ -149,28 +143,28 @@ class KeptServer(threading.Thread):
             logger.warning(
                 "server %s (%s) %s: starting it again in %g s (%s)",
                 self.launch.name,
-                self.url,
+                url,
                 why,
                 pause_s,
                 self.log_path,
             )
             if closing.wait(pause_s):
                 return
-            while self.down:
+            while self.state.down:
                 if closing.is_set():
                     return
                 self._supervisor.may_restart.wait(_AGAIN_S)
                 with self._supervisor.changed:
                     if self._supervisor.may_restart.is_set():  # whoever clears it sees this server starting, or down
-                        self.down = False
-                        self.restarts += 1
+                        self._set(down=False, restarts=self.state.restarts + 1)
                         self._supervisor.restarts += 1
 
     def _serve(self) -> str:
         """Start the server and look after it until it ends. Returns why it did; "" if it was closed."""
         started = time.monotonic()
         self._start()
-        control = self.launch.control(self.url)
+        url = self.state.url
+        control = self.launch.control(url)
         self._failures, ask_at, answered = 0, 0.0, started
         try:
             while not self._supervisor.closing.wait(_END_POLL_S):
@@ -182,19 +176,18 @@ class KeptServer(threading.Thread):
                     continue
                 why = _ill(control)
                 now = time.monotonic()
-                ask_at = now + (HEALTH_S if self.healthy and not why else _AGAIN_S)
+                healthy = self.state.healthy
+                ask_at = now + (HEALTH_S if healthy and not why else _AGAIN_S)
                 self._failures = self._failures + 1 if why else 0
                 answered = answered if why else now
-                if not why and not self.healthy:
-                    logger.info(
-                        "server %s serves at %s, %.1f s after its start", self.launch.name, self.url, now - started
-                    )
+                if not why and not healthy:
+                    logger.info("server %s serves at %s, %.1f s after its start", self.launch.name, url, now - started)
                     self._healthy_at = now
                     self._set(healthy=True)
-                    self._supervisor.on_healthy(self.url)
-                elif self.healthy and self._failures >= _FAILURES_MAX and (why != _SILENT or now > answered + HUNG_S):
+                    self._supervisor.on_healthy(url)
+                elif healthy and self._failures >= _FAILURES_MAX and (why != _SILENT or now > answered + HUNG_S):
                     return f"{why} for {now - answered:.0f} s"
-                elif not self.healthy and now > started + self._supervisor.start_timeout_s:
+                elif not healthy and now > started + self._supervisor.start_timeout_s:
                     limit_s, key = self._supervisor.start_timeout_s, self._supervisor.start_timeout_key
                     return f"did not serve within {limit_s:g} s ({key})"
             return ""
@@ -226,12 +219,13 @@ class KeptServer(threading.Thread):
                 raise
 
     def _keep_or_change_port(self) -> None:
-        if self.restarts and not self._reserved.is_free():
+        if self.state.restarts and not self._reserved.is_free():
             old = self._reserved
             self._had.add(old.url)
             self.reserve_port()
             old.close()
-            logger.warning("server %s moves from %s to %s: the port is taken", self.launch.name, old.url, self.url)
+            new = self._reserved.url
+            logger.warning("server %s moves from %s to %s: the port is taken", self.launch.name, old.url, new)
         self._supervisor.write_urls()
 
     def _runs(self) -> bool:
@@ -281,10 +275,9 @@ class KeptServer(threading.Thread):
         except OSError as error:
             return f"(it cannot be read: {error})"
 
-    def _set(self, **values: object) -> None:
+    def _set(self, **values: Any) -> None:
         with self._supervisor.changed:
-            for name, value in values.items():
-                setattr(self, name, value)
+            self.state = replace(self.state, **values)
             self._supervisor.changed.notify_all()
 
 

@@ -82,13 +82,13 @@ class Supervisor(Keeper):
 
     @property
     def urls(self) -> list[str]:
-        return [server.url for server in self._servers]
+        return [server.state.url for server in self._servers]
 
     @property
     def states(self) -> list[ServerState]:
         """Of all servers. `changed` is notified after each change."""
         with self.changed:
-            return [server.state() for server in self._servers]
+            return [server.state for server in self._servers]
 
     def start(self) -> None:
         """Start all servers, and write the list. Does not wait for them.
@@ -113,16 +113,17 @@ class Supervisor(Keeper):
             UserError: One does not come up. The message ends with the end of its log.
         """
         with self.changed:
-            while not all(server.healthy for server in self._servers):
-                for server in self._servers:
-                    if server.given_up:
-                        raise UserError(server.given_up)
+            while not all(state.healthy for state in self.states):
+                for state in self.states:
+                    if state.given_up:
+                        raise UserError(state.given_up)
                 self.changed.wait(1.0)
 
     def check(self) -> None:
         """Raises a UserError once every server stays down."""
-        if all(server.given_up for server in self._servers):
-            raise UserError(self._servers[-1].given_up)
+        given_up = [state.given_up for state in self.states]
+        if all(given_up):
+            raise UserError(given_up[-1])
 
     def end(self, url: str, why: str) -> None:
         """End a server. It starts again as one that has ended by itself. Returns when it is down.
@@ -132,8 +133,8 @@ class Supervisor(Keeper):
         """
         with self.changed:
             for server in self._servers:
-                if server.url == url and not server.down:
-                    server.unwanted, ends = why, server.ends
+                if server.state.url == url and not server.state.down:
+                    server.unwanted, ends = why, server.state.ends
                     if not self.changed.wait_for(partial(_has_ended, server, ends), _END_S):
                         raise UserError(f"{url} cannot be ended in {_END_S:g} s, and keeps its memory ({why})")
 
@@ -143,7 +144,8 @@ class Supervisor(Keeper):
 
     def why_down(self, url: str) -> str:
         """Why it stays down, with the end of its log; "" if it does not."""
-        return next((f"\n{server.given_up}" for server in self._servers if server.has_had(url) and server.given_up), "")
+        down = [server.state.given_up for server in self._servers if server.has_had(url)]
+        return next((f"\n{why}" for why in down if why), "")
 
     def write_urls(self) -> None:
         """Write the list, unless it is written already.
@@ -177,4 +179,4 @@ class Supervisor(Keeper):
 
 def _has_ended(server: KeptServer, ends: int) -> bool:
     """Since it had ended so often."""
-    return server.ends > ends
+    return server.state.ends > ends
