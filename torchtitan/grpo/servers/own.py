@@ -4,7 +4,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -48,7 +47,6 @@ class OwnServers:
     ) -> None:
         rollout = config.rollout
         self._config, self._device, self._trainers_here, self._meet = config, device, trainers_here, meet
-        self._resources = ExitStack()
         self._kept: Supervisor | LaunchedServers | None = None
         self._sleeps, self._stopping = rollout.sleep_while_training, False
         self._fleet: Fleet | None = None
@@ -89,7 +87,6 @@ class OwnServers:
             starts = run_launches(self._config, self._gpus, self._trainers_here)
             kept = Supervisor(starts, folder, folder / URLS_FILE, limit_s)
         self._kept = kept
-        self._resources.callback(kept.close)
         kept.start()
         if self._shares_gpu:
             # A server measures what it needs by what is free, so the trainer must not load meanwhile. If one with a
@@ -204,4 +201,5 @@ class OwnServers:
         self._stopping = True
 
     def close(self) -> None:
-        self._resources.close()
+        if self._kept is not None:
+            self._kept.close()
