@@ -161,9 +161,9 @@ def embedded() -> None:
     from torchtitan.grpo.engines.embedded import __main__ as server
     from torchtitan.grpo.engines.embedded import generator as generating
     from torchtitan.grpo.engines.embedded.model import ModelUpdate
-    from torchtitan.grpo.engines.embedded.sampling import Cut
+    from torchtitan.grpo.engines.protocol import SamplingParams
 
-    sample, cut = generating.sample, Cut(top_p=TOP_P)
+    sample, cut = generating.sample, SamplingParams(1, 1.0, 1, top_p=TOP_P)
 
     def sample_from_a_part(logits: Any, *args: Any) -> Any:
         return sample(logits, *args[:4], dict.fromkeys(range(len(logits)), cut))

@@ -127,6 +127,11 @@ class SamplingParams:
     first: bool = False
     vocab_size: int = ANY_VOCAB
 
+    @property
+    def cuts(self) -> bool:
+        """Whether only a part of the vocabulary can be drawn."""
+        return self.top_p != 1 or self.top_k > 0 or self.min_p > 0
+
 
 @dataclass
 class Completion:

@@ -22,7 +22,7 @@ from tests.helpers import Unspeakable
 from torchtitan.grpo.engines.embedded.bodies import reply
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
-from torchtitan.grpo.engines.embedded.sampling import Cut, noise_key, sample, uniform
+from torchtitan.grpo.engines.embedded.sampling import noise_key, sample, uniform
 from torchtitan.grpo.engines.embedded.worker import GenerationWorker
 from torchtitan.grpo.engines.protocol import SamplingParams
 
@@ -117,11 +117,15 @@ def test_greedy_is_transformers_generate(model: PreTrainedModel) -> None:
     assert_logprobs(model, requests)
 
 
+def cut(top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> SamplingParams:
+    return SamplingParams(1, 1.0, 1, top_p=top_p, top_k=top_k, min_p=min_p)
+
+
 def test_top_p_keeps_the_likeliest_tokens_of_their_own_rows() -> None:
     probabilities = torch.tensor([0.4, 0.1, 0.3, 0.2])
     logits, temperatures = probabilities.log().expand(3000, 4), torch.ones(3000)
     keys, positions = torch.arange(3000) * 7919, torch.zeros(3000, dtype=torch.int64)
-    cuts = {row: Cut([0.65, 0.75, 0.0, 0.35][row % 4]) for row in range(1500)}
+    cuts = {row: cut([0.65, 0.75, 0.0, 0.35][row % 4]) for row in range(1500)}
     tokens, logprobs, *_ = sample(logits, temperatures, keys, positions, cuts=cuts)
     plain, full, *_ = sample(logits, temperatures, keys, positions)
     assert torch.equal(tokens[1500:], plain[1500:]) and torch.equal(logprobs[1500:], full[1500:])
@@ -134,7 +138,7 @@ def test_top_p_keeps_the_likeliest_tokens_of_their_own_rows() -> None:
         assert (shares - probabilities[kept] / probabilities[kept].sum()).abs().max() < 0.1
 
 
-CUTS = [Cut(top_k=5), Cut(0.8, 6), Cut(0.8, 0, 0.1), Cut(1.0, 8, 0.3), Cut(0.7, 9, 0.05), Cut(0.9, 64), Cut(1e-9, 3)]
+CUTS = [cut(top_k=5), cut(0.8, 6), cut(0.8, 0, 0.1), cut(1.0, 8, 0.3), cut(0.7, 9, 0.05), cut(0.9, 64), cut(1e-9, 3)]
 
 
 def chi_square_bound(freedom: int) -> float:
@@ -142,8 +146,8 @@ def chi_square_bound(freedom: int) -> float:
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3 if freedom else 1e-9
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_cut_distributions(cut: Cut) -> None:
+@pytest.mark.parametrize("params", CUTS, ids=lambda params: f"{params.top_p}-{params.top_k}-{params.min_p}")
+def test_cut_distributions(params: SamplingParams) -> None:
     """Which tokens are kept, against the definitions in float64; their counts, by a chi-square test; and all are told
     in chunks of any size."""
     draws = 8000
@@ -151,14 +155,14 @@ def test_cut_distributions(cut: Cut) -> None:
     temperature = 0.8
     order = (-logits).argsort().tolist()
     shares = (logits / temperature).softmax(0).tolist()
-    best = [token for token in order if shares[token] >= cut.min_p * shares[order[0]]][: cut.top_k or None]
+    best = [token for token in order if shares[token] >= params.min_p * shares[order[0]]][: params.top_k or None]
     mass = sum(shares[token] for token in best)
     before = [sum(shares[token] for token in best[:i]) for i in range(len(best))]
-    best = [token for i, token in enumerate(best) if cut.top_p == 1 or not i or before[i] < cut.top_p * mass]
+    best = [token for i, token in enumerate(best) if params.top_p == 1 or not i or before[i] < params.top_p * mass]
     expected = torch.tensor([shares[token] for token in best], dtype=torch.float64)
     expected /= expected.sum()
 
-    told = {row: replace(cut, told=row % 2 == 0) for row in range(draws)}
+    told = {row: replace(params, kept=row % 2 == 0) for row in range(draws)}
     keys, positions = torch.arange(draws) * 104729, torch.zeros(draws, dtype=torch.int64)
     rows = logits.float().expand(draws, -1)
     tokens, logprobs, _, _, kept = sample(rows, torch.full((draws,), temperature), keys, positions, cuts=told)

@@ -15,7 +15,7 @@ from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.embedded.kv_cache import RowCache, cache_argument
 from torchtitan.grpo.engines.embedded.model import logits_of
 from torchtitan.grpo.engines.embedded.routing import RoutingRecorder
-from torchtitan.grpo.engines.embedded.sampling import Cut, noise_key, sample
+from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.stop_strings import Decode, ends_in_stop
 
@@ -334,8 +334,7 @@ class Generator:
         noise = torch.tensor([(answer.key, len(answer.token_ids)) for answer in answers]).to(logits.device)
         temperatures = torch.tensor([answer.request.params.temperature for answer in answers]).to(logits.device)
         top = max(answer.request.top_logprobs for answer in answers)
-        shapes = [(answer.request.params, i) for i, answer in enumerate(answers)]
-        cuts = {i: Cut(p.top_p, p.top_k, p.min_p, p.kept) for p, i in shapes if p.top_p != 1 or p.top_k or p.min_p}
+        cuts = {i: answer.request.params for i, answer in enumerate(answers) if answer.request.params.cuts}
         tokens, logprobs, top_ids, top_values, kept = sample(logits, temperatures, noise[:, 0], noise[:, 1], top, cuts)
         best = list(zip(top_ids.tolist(), top_values.tolist(), strict=True)) if top else []
         finished: list[Request] = []

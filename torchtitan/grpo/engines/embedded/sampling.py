@@ -3,10 +3,11 @@
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from torchtitan.grpo.engines.protocol import SamplingParams
 
 CHUNK_ELEMENTS = 1 << 25
 """Most logits that become float64 cumulative probabilities at once (256 MiB)."""
@@ -42,17 +43,7 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return _shift_right(x, 11).double() * 2.0**-53
 
 
-@dataclass(frozen=True)
-class Cut:
-    """What a row keeps of the vocabulary, see `SamplingParams`, and whether it is to be told."""
-
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    told: bool = False
-
-
-def truncated(logprobs: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+def truncated(logprobs: torch.Tensor, cuts: Sequence[SamplingParams]) -> torch.Tensor:
     """Log-probabilities [R, V] of the tokens that are kept, -inf for the others.
 
     As in vLLM, top-p is a share of the probability that min-p and top-k leave: it keeps the most likely tokens until
@@ -79,7 +70,7 @@ def sample(
     keys: torch.Tensor,
     positions: torch.Tensor,
     top: int = 0,
-    cuts: Mapping[int, Cut] | None = None,
+    cuts: Mapping[int, SamplingParams] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, dict[int, np.ndarray]]:
     """Draw one token per row by inverting the cumulative distribution at the row's own uniform number.
 
@@ -91,12 +82,12 @@ def sample(
         temperatures: [R] float32, 0 or from TEMPERATURE_MIN to TEMPERATURE_MAX.
         keys, positions: [R] int64, see `uniform`.
         top: How many of the most likely tokens to return as well.
-        cuts: Of the rows that have one; see `truncated`. Other rows do not change by it.
+        cuts: Of the rows that keep a part of the vocabulary; see `truncated`. Other rows do not change by it.
 
     Returns:
         tokens [R] int64, log-probabilities [R] float32, and for `top` > 0 the most likely tokens' ids and
         log-probabilities, [R, top] each. Log-probabilities are NaN where the logits are. Last, the ids of the tokens
-        that are kept, int32 in ascending order, by row of those whose cut is told.
+        that are kept, int32 in ascending order, by row of those whose `cuts` ask for them.
     """
     rows_per_chunk = max(1, CHUNK_ELEMENTS // logits.shape[1])
     numbers = uniform(keys, positions)
@@ -110,7 +101,7 @@ def sample(
         if own := {row - start: cut for row, cut in (cuts or {}).items() if start <= row < start + len(chunk)}:
             places = torch.tensor(list(own)).to(chunk.device)
             chunk[places] = truncated(chunk[places], list(own.values()))
-            kept |= _kept(chunk, [row for row, cut in own.items() if cut.told], start)
+            kept |= _kept(chunk, [row for row, cut in own.items() if cut.kept], start)
         cumulative = chunk.exp().cumsum(dim=-1, dtype=torch.float64)
         # A number is < 1, so the target is below the last entry. `right` skips tokens of probability 0.
         targets = numbers[rows] * cumulative[:, -1]
