@@ -69,14 +69,13 @@ class KeptServer(threading.Thread):
 
     Attributes:
         state: How it is. The supervisor's `changed` is notified after each change.
-        unwanted: Why it is to end, "" if it is not.
     """
 
     def __init__(self, supervisor: "Supervisor", launch: Launch, log_path: Path) -> None:
         super().__init__(name=f"server {launch.name}", daemon=True)
         self.launch, self.log_path = launch, log_path
         self.state = ServerState()
-        self.unwanted = ""
+        self._unwanted = ""  # why it is to end
         self.process: subprocess.Popen | None = None
         self._supervisor = supervisor
         self._restarts = Restarts()
@@ -111,6 +110,14 @@ class KeptServer(threading.Thread):
         serves = state.healthy and not self._failures and self._runs()
         return not serves or time.monotonic() < max(lost_at, self._healthy_at) + RETURN_S
 
+    def ask_to_end(self, why: str, timeout_s: float) -> bool:
+        """Have it end. It starts again as one that has ended by itself. Returns when it is down, or False."""
+        with self._supervisor.changed:
+            if self.state.down:
+                return True
+            self._unwanted, ends = why, self.state.ends
+            return self._supervisor.changed.wait_for(lambda: self.state.ends > ends, timeout_s)
+
     def run(self) -> None:
         try:
             self._keep()
@@ -131,7 +138,7 @@ class KeptServer(threading.Thread):
             has_served = has_served or self.state.healthy
             url, told = self.state.url, f"server {self.launch.name} {why}"
             with self._supervisor.changed:  # who sees it down may ask for another end
-                self.unwanted = ""
+                self._unwanted = ""
                 self._set(healthy=False, down=True, ends=self.state.ends + 1, why=told)
             self._supervisor.on_end(url, told)
             if problem := self._restarts.ended() or ("" if has_served else "before it served"):
@@ -170,8 +177,8 @@ class KeptServer(threading.Thread):
             while not self._supervisor.closing.wait(_END_POLL_S):
                 if not self._runs():
                     return f"ended with {self._how_it_ended()}"
-                if self.unwanted:
-                    return self.unwanted
+                if self._unwanted:
+                    return self._unwanted
                 if time.monotonic() < ask_at:
                     continue
                 why = _ill(control)

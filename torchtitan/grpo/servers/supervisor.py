@@ -20,7 +20,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from torchtitan.grpo.engines.fleet import Keeper
@@ -131,12 +130,9 @@ class Supervisor(Keeper):
         Raises:
             UserError: It is not, after everything that could end it.
         """
-        with self.changed:
-            for server in self._servers:
-                if server.state.url == url and not server.state.down:
-                    server.unwanted, ends = why, server.state.ends
-                    if not self.changed.wait_for(partial(_has_ended, server, ends), _END_S):
-                        raise UserError(f"{url} cannot be ended in {_END_S:g} s, and keeps its memory ({why})")
+        for server in self._servers:
+            if server.state.url == url and not server.ask_to_end(why, _END_S):
+                raise UserError(f"{url} cannot be ended in {_END_S:g} s, and keeps its memory ({why})")
 
     def may_return(self, url: str, lost_at: float) -> bool:
         """Whether a server that was lost then is being started again, is about to be, or has just been."""
@@ -175,8 +171,3 @@ class Supervisor(Keeper):
         if self.urls_file is not None and self._listed:
             with contextlib.suppress(OSError):
                 self.urls_file.unlink()
-
-
-def _has_ended(server: KeptServer, ends: int) -> bool:
-    """Since it had ended so often."""
-    return server.state.ends > ends
