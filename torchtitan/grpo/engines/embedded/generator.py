@@ -336,7 +336,7 @@ class Generator:
         top = max(answer.request.top_logprobs for answer in answers)
         cuts = {i: answer.request.params for i, answer in enumerate(answers) if answer.request.params.cuts}
         tokens, logprobs, top_ids, top_values, kept = sample(logits, temperatures, noise[:, 0], noise[:, 1], top, cuts)
-        best = list(zip(top_ids.tolist(), top_values.tolist(), strict=True)) if top else []
+        best = list(zip(top_ids.tolist(), top_values.tolist(), strict=True))
         finished: list[Request] = []
         for i, (answer, token, logprob) in enumerate(zip(answers, tokens.tolist(), logprobs.tolist(), strict=True)):
             if logprob != logprob:

@@ -71,7 +71,7 @@ def sample(
     positions: torch.Tensor,
     top: int = 0,
     cuts: Mapping[int, SamplingParams] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, dict[int, np.ndarray]]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[int, np.ndarray]]:
     """Draw one token per row by inverting the cumulative distribution at the row's own uniform number.
 
     Each row and position has its own number. So a row draws the same token in any batch, as long as its logits are
@@ -85,9 +85,9 @@ def sample(
         cuts: Of the rows that keep a part of the vocabulary; see `truncated`. Other rows do not change by it.
 
     Returns:
-        tokens [R] int64, log-probabilities [R] float32, and for `top` > 0 the most likely tokens' ids and
-        log-probabilities, [R, top] each. Log-probabilities are NaN where the logits are. Last, the ids of the tokens
-        that are kept, int32 in ascending order, by row of those whose `cuts` ask for them.
+        tokens [R] int64, log-probabilities [R] float32, and the most likely tokens' ids and log-probabilities, [R, top]
+        each. Log-probabilities are NaN where the logits are. Last, the ids of the tokens that are kept, int32 in
+        ascending order, by row of those whose `cuts` ask for them.
     """
     rows_per_chunk = max(1, CHUNK_ELEMENTS // logits.shape[1])
     numbers = uniform(keys, positions)
@@ -110,12 +110,9 @@ def sample(
         drawn = torch.where(greedy[rows], chunk.argmax(dim=-1), drawn.clamp(max=logits.shape[1] - 1))
         tokens.append(drawn)
         logprobs.append(chunk.gather(1, drawn[:, None]).squeeze(1))
-        if top:
-            best = chunk.topk(top, dim=-1)
-            top_ids.append(best.indices)
-            top_logprobs.append(best.values)
-    if not top:
-        return torch.cat(tokens), torch.cat(logprobs), None, None, kept
+        best = chunk.topk(top, dim=-1)
+        top_ids.append(best.indices)
+        top_logprobs.append(best.values)
     return torch.cat(tokens), torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs), kept
 
 
