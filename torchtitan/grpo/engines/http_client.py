@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import aiohttp
@@ -38,6 +38,10 @@ class Span(msgspec.Struct):
     version: str
     start: int
     end: int
+
+
+Told = tuple[str | None, str | list[list[int]] | None, Any]
+"""What a server tells of an answer beside its tokens: experts, kept tokens and likeliest tokens, as it sends them."""
 
 
 class HttpClient:
@@ -198,49 +202,28 @@ class HttpClient:
             if wrong:
                 raise EngineError(f"{self.url}: request {request_id}: answer {i} is refused: {wrong}")
 
-    def _add_routes(
-        self, params: SamplingParams, prompt_ids: list[int], completions: list[Completion], sent: list[str | None]
+    def _add_told(
+        self, params: SamplingParams, prompt_ids: list[int], completions: list[Completion], told: list[Told]
     ) -> None:
-        """Give each completion its routes, if they were asked for.
+        """Give each completion what was asked for beside its tokens.
 
         Raises:
-            ValueError: One has none, or what was sent cannot be its routes.
+            ValueError: The server does not tell it, or what it tells cannot be.
         """
-        if params.routes is None:
-            return
-        for i, (completion, text) in enumerate(zip(completions, sent, strict=True)):
-            if not text:
-                raise ValueError(f"answer {i} says nothing of its experts; {self.routes_hint}")
-            positions = len(prompt_ids) + len(completion.token_ids) - 1
-            completion.routes = self._routes(params.routes, text, positions)
-
-    def _add_kept(
-        self, params: SamplingParams, completions: list[Completion], sent: Sequence[str | list[list[int]] | None]
-    ) -> None:
-        """Give each completion the tokens that could be drawn, if they were asked for.
-
-        Raises:
-            ValueError: One has none, or what was sent cannot be.
-        """
-        if not params.kept:
-            return
-        for i, (completion, masks) in enumerate(zip(completions, sent, strict=True)):
-            if masks is None:
-                raise ValueError(f"answer {i} says nothing of the tokens that were kept; {self.kept_hint}")
-            completion.kept = KeptTokens.of(masks, completion.token_ids, self._vocab_size)
-
-    def _add_top(self, params: SamplingParams, completions: list[Completion], sent: list[Any]) -> None:
-        """Give each completion the likeliest tokens in place of its own, if they were asked for.
-
-        Raises:
-            ValueError: One has none, or what was sent cannot be that.
-        """
-        if not params.top_tokens:
-            return
-        for i, (completion, own) in enumerate(zip(completions, sent, strict=True)):
-            if own is None:
-                raise ValueError(f"answer {i} names no likeliest tokens ([grpo] score_centering): {self.top_hint}")
-            completion.top = self._likeliest(own, len(completion.token_ids), params.top_tokens, params.vocab_size)
+        for i, (completion, (routes, kept, top)) in enumerate(zip(completions, told, strict=True)):
+            tokens = len(completion.token_ids)
+            if params.routes is not None:
+                if not routes:
+                    raise ValueError(f"answer {i} says nothing of its experts; {self.routes_hint}")
+                completion.routes = self._routes(params.routes, routes, len(prompt_ids) + tokens - 1)
+            if params.kept:
+                if kept is None:
+                    raise ValueError(f"answer {i} says nothing of the tokens that were kept; {self.kept_hint}")
+                completion.kept = KeptTokens.of(kept, completion.token_ids, self._vocab_size)
+            if params.top_tokens:
+                if top is None:
+                    raise ValueError(f"answer {i} names no likeliest tokens ([grpo] score_centering): {self.top_hint}")
+                completion.top = self._likeliest(top, tokens, params.top_tokens, params.vocab_size)
 
     def _likeliest(self, sent: Any, positions: int, k: int, vocab_size: int) -> TopTokens:
         """Likeliest tokens as this engine sends them."""

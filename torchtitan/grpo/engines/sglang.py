@@ -11,7 +11,7 @@ import numpy as np
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import FinishReason, TopTokens
 from torchtitan.grpo.data.top_tokens import checked
-from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, versions_of
+from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, Told, versions_of
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 
 GENERATE_ROUTE = "/generate"
@@ -109,13 +109,14 @@ class SglangClient(HttpClient):
             answers = self._reply.decode(payload)
             if len(answers) != params.n:
                 raise ValueError(f"{len(answers)} answers, {params.n} were asked")
-            spans = [self._spans(answer.meta_info) for answer in answers]
+            metas = [answer.meta_info for answer in answers]
+            spans = [self._spans(meta) for meta in metas]
             completions = [_completion(answer, version, own) for answer, own in zip(answers, spans, strict=True)]
-            sent = [answer.meta_info.routed_experts for answer in answers]
-            self._add_routes(params, prompt_ids, completions, sent)
-            self._add_kept(params, completions, [answer.meta_info.output_token_sampling_mask for answer in answers])
-            self._add_top(params, completions, [answer.meta_info.output_top_logprobs for answer in answers])
-        self._check_origin(request_id, [answer.meta_info.weight_versions for answer in answers], version)
+            told: list[Told] = [
+                (meta.routed_experts, meta.output_token_sampling_mask, meta.output_top_logprobs) for meta in metas
+            ]
+            self._add_told(params, prompt_ids, completions, told)
+        self._check_origin(request_id, [meta.weight_versions for meta in metas], version)
         self._check(request_id, completions, spans, params, version)
         if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
             completions = [_cut(completion, params.stop_token_ids) for completion in completions]

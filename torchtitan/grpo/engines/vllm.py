@@ -7,7 +7,7 @@ import msgspec
 
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.data.top_tokens import Arrays
-from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, versions_of
+from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, Told, versions_of
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, SamplingParams
 
 GENERATE_ROUTE = "/inference/v1/generate"
@@ -64,9 +64,8 @@ class VllmClient(HttpClient):
             if [choice.index for choice in choices] != list(range(params.n)):
                 raise ValueError(f"{len(choices)} answers, {params.n} were asked, with numbers 0 to {params.n - 1}")
             completions = [_completion(choice, version) for choice in choices]
-            self._add_routes(params, prompt_ids, completions, [choice.routed_experts for choice in choices])
-            self._add_kept(params, completions, [choice.kept_tokens or choice.sampling_mask for choice in choices])
-            self._add_top(params, completions, [choice.top_tokens for choice in choices])
+            told: list[Told] = [(c.routed_experts, c.kept_tokens or c.sampling_mask, c.top_tokens) for c in choices]
+            self._add_told(params, prompt_ids, completions, told)
         spans = [choice.weight_versions for choice in choices]
         self._check_origin(request_id, spans, version)
         self._check(request_id, completions, spans, params, version)
