@@ -16,8 +16,7 @@ from tests.helpers import COMMAND, ROOT
 from tests.helpers.forked_engines import import_uncollected
 from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.tiny_models import with_biases
-from tests.helpers.trainer_runs import command_of, environment, processes_of
-from torchtitan.grpo.engines.vllm_control import VllmControl
+from tests.helpers.trainer_runs import command_of, environment, processes_of, wait_healthy
 from torchtitan.grpo.process.server_commands import COMMANDS
 from torchtitan.grpo.servers.plan import launches
 from torchtitan.grpo.servers.supervisor import Supervisor
@@ -119,7 +118,7 @@ def serve_command(
     server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, process.log_path)
     try:
         try:
-            VllmControl(server.url).wait_healthy(START_S, process)
+            wait_healthy(server.url, process, START_S)
         except Exception as error:
             pytest.fail(f"{error}\n{process.said()}")
         yield server
@@ -138,7 +137,7 @@ def serve_embedded(folder: Path, model_dir: Path, *flags: str) -> Iterator[Runni
     )
     server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, process.log_path)
     try:
-        VllmControl(server.url).wait_healthy(START_S, process)
+        wait_healthy(server.url, process, START_S)
         yield server
     finally:
         process.kill()

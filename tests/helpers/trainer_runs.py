@@ -10,11 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from process_group import ProcessGroup, wait_for
 
 from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.ranks import WAIT_S, Ranks, free_port
+from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.vllm_control import VllmControl
 
 SMALL = {
@@ -77,6 +79,19 @@ def embedded_server(model: Path, log: Path, *flags: object) -> Iterator[str]:
         yield url
 
 
+def wait_healthy(url: str, process: Any, limit_s: float = 120.0) -> None:
+    """Wait until a server serves. Its process must not end meanwhile."""
+
+    def serves() -> bool:
+        with suppress(EngineError):
+            return control.is_healthy()
+        return False
+
+    control = VllmControl(url)
+    if why := wait_for(serves, limit_s, process.poll):
+        raise AssertionError(f"{url} is not healthy: {why}")
+
+
 @contextmanager
 def forked_server(model: Path, log: Path, *flags: object) -> Iterator[tuple[str, int]]:
     """The same server's address and process id."""
@@ -84,7 +99,7 @@ def forked_server(model: Path, log: Path, *flags: object) -> Iterator[tuple[str,
     words = ["--model", model, "--port", port, *flags]
     server = Ranks(1, "torchtitan.grpo.engines.embedded", *words, log=log, environment=environment())
     try:
-        VllmControl(url).wait_healthy(120, server)
+        wait_healthy(url, server)
         yield url, server.processes[0].pid
     finally:
         server.kill()

@@ -115,7 +115,7 @@ def test_greedy_over_http(server: RunningServer, reference) -> None:
 
 def test_control_knows_the_server(server: RunningServer) -> None:
     control = VllmControl(server.url, None, 30.0)
-    control.wait_healthy(5.0, server.process)
+    control.wait_healthy(5.0)
     assert control.world_size() == 1
     assert control.model_info()["max_model_len"] == 1024
     assert control.weight_version() == "default"

@@ -14,8 +14,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks, free_port
-from tests.helpers.trainer_runs import BACKGROUND, EndlessRun, attempt, endless, environment, steps
-from torchtitan.grpo.engines.vllm_control import VllmControl
+from tests.helpers.trainer_runs import BACKGROUND, EndlessRun, attempt, endless, environment, steps, wait_healthy
 
 STRAGGLER_S = 1.5
 STEP_S = 1.0
@@ -83,7 +82,7 @@ def servers(tmp_path: Path) -> Iterator[Callable[[str], list[RecordingServer]]]:
             for server in started:
                 stack.callback(server.close)
             for server in started:
-                VllmControl(server.url).wait_healthy(120, server.process)
+                wait_healthy(server.url, server.process)
             return started
 
         yield start

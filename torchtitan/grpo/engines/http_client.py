@@ -223,12 +223,12 @@ class HttpClient:
             if params.top_tokens:
                 if top is None:
                     raise ValueError(f"answer {i} names no likeliest tokens ([grpo] score_centering): {self.top_hint}")
-                completion.top = self._likeliest(top, tokens, params.top_tokens, params.vocab_size)
+                completion.top = self._likeliest(top, tokens, params.top_tokens)
 
-    def _likeliest(self, sent: Any, positions: int, k: int, vocab_size: int) -> TopTokens:
+    def _likeliest(self, sent: Any, positions: int, k: int) -> TopTokens:
         """Likeliest tokens as this engine sends them."""
         ids, logprobs = read(sent, positions, k)
-        return checked(ids[:, 1:], logprobs[:, 1:], vocab_size)
+        return checked(ids[:, 1:], logprobs[:, 1:], self._vocab_size)
 
     def _routes(self, shape: RouteShape, text: str, positions: int) -> np.ndarray:
         """Routes as this engine sends them."""

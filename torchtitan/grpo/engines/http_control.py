@@ -3,7 +3,6 @@
 import json
 import logging
 import ssl
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -72,22 +71,16 @@ class HttpControl:
         self.workers = 0
         """What `world_size` returned last; 0 before."""
 
-    def wait_healthy(self, timeout_s: float, process: subprocess.Popen | None = None) -> None:
+    def wait_healthy(self, timeout_s: float) -> None:
         """Wait until the health route answers 200.
-
-        Args:
-            process: The server's, if known. Its exit ends the wait.
 
         Raises:
             UserError: The server is not healthy within `timeout_s`, asks for another API key, or speaks plain HTTP at
                 an https:// address.
-            ServerError: The process has ended.
         """
         started = time.monotonic()
         seen, announced = "no connection", False
         while time.monotonic() < started + timeout_s:
-            if process is not None and process.poll() is not None:
-                raise ServerError(f"{self.url}: the server's process ended with exit status {process.returncode}")
             try:
                 reply = self._send("GET", self.health_path, min(_HEALTH_REQUEST_S, timeout_s))
             except urllib3.exceptions.SSLError as error:

@@ -61,13 +61,13 @@ class SglangClient(HttpClient):
         """See `EngineClient.generate`. Cancelling the call has the server drop the request. Cohorts are ignored."""
         return await self._generate(prompt_ids, params, request_id, self._version())
 
-    def _likeliest(self, sent: list[_Likely], positions: int, k: int, vocab_size: int) -> TopTokens:
+    def _likeliest(self, sent: list[_Likely], positions: int, k: int) -> TopTokens:
         if len(sent) != positions or min(map(len, sent), default=k) < k:
             raise ValueError(f"{len(sent)} positions of {k} likeliest tokens, {positions} are due")
         pairs = [entry for own in sent for entry in own[:k]]
         ids = np.fromiter((token for _, token, _ in pairs), np.int64).reshape(positions, k)
         logprobs = np.fromiter((-np.inf if p is None else p for p, _, _ in pairs), np.float64).reshape(positions, k)
-        return checked(ids, logprobs, vocab_size)
+        return checked(ids, logprobs, self._vocab_size)
 
     def _routes(self, shape: RouteShape, text: str, positions: int) -> np.ndarray:
         return shape.from_int32(text, positions)

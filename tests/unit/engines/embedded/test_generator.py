@@ -396,7 +396,7 @@ def test_dropped_requests_keep_what_they_have(model: PreTrainedModel) -> None:
     requests = [Request(str(i), p, params) for i, p in enumerate(prompts_of([5, 6, 7]))]
     generator.add(requests)
     generator.step()
-    assert generator.drop("abort") == requests
+    assert generator.drop() == requests
     assert [len(request.answers[0].token_ids) for request in requests] == [2, 2, 0]
     assert {request.answers[0].finish_reason for request in requests} == {"abort"}
     assert not generator.busy

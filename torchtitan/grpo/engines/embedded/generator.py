@@ -174,15 +174,15 @@ class Generator:
         """Free the memory of keys and values. No answer may be running."""
         self._cache.drop()
 
-    def drop(self, finish_reason: FinishReason = "abort", error: str | None = None) -> list[Request]:
-        """End every request now, with the tokens that it has, and return them."""
+    def drop(self, error: str | None = None) -> list[Request]:
+        """Abort every request now, with the tokens that it has, and return them."""
         answers = [*self._unfinished(), *self._waiting]
         self._running, self._waiting = [], deque()
         self.drop_cache()  # memory that ran out is free again, and a cache that was being resized is whole
         finished = []
         for answer in answers:
             answer.request.error = error
-            finished += self._finish(answer, finish_reason)
+            finished += self._finish(answer, "abort")
         return finished
 
     @torch.inference_mode()

@@ -64,7 +64,7 @@ class GenerationWorker(threading.Thread):
                 self._draining.append((done, clear_cache))
                 return
             if mode == "abort":
-                self._on_finished(self.generator.drop("abort"))
+                self._on_finished(self.generator.drop())
             self._finish_pause(done, clear_cache)
 
         self.call(begin)
@@ -98,7 +98,7 @@ class GenerationWorker(threading.Thread):
                 except Exception as error:
                     future.set_exception(error)
             if closing:
-                self._on_finished(self.generator.drop("abort"))
+                self._on_finished(self.generator.drop())
                 return
             if not self.paused and self.generator.busy:
                 self._step()
@@ -112,7 +112,7 @@ class GenerationWorker(threading.Thread):
         except Exception as error:
             # Answer at once, since clients would wait for their timeouts. The next requests start afresh.
             logger.exception("generation failed")
-            finished = self.generator.drop("abort", error=f"generation failed: {said(error)}")
+            finished = self.generator.drop(f"generation failed: {said(error)}")
         self._on_finished(finished)
         if self._draining and not self.generator.running:
             for done, clear_cache in self._draining:
