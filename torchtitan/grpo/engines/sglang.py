@@ -1,7 +1,6 @@
 """Asynchronous client of SGLang's own generation route: token ids in, token ids and log-probabilities out."""
 
 import asyncio
-import functools
 import uuid
 from typing import Any, Generic, TypeVar
 
@@ -41,14 +40,10 @@ class SglangClient(HttpClient):
     route_hint = "is this an SGLang server?"
     kept_hint = "use SGLang 0.5.23 or newer"
 
-    @functools.cached_property
-    def _name(self) -> str:
-        """Part of every request's id: another trainer's request with this number may be running."""
-        return uuid.uuid4().hex[:8]
-
-    @functools.cached_property
-    def _aborts(self) -> set[asyncio.Task[None]]:
-        return set()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._name = uuid.uuid4().hex[:8]  # part of each id: another trainer's request with this number may be running
+        self._aborts: set[asyncio.Task[None]] = set()
 
     def _reply_type(self, token_id: Any) -> Any:
         answer: Any = _Answer

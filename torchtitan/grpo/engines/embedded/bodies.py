@@ -11,6 +11,7 @@ from torchtitan.grpo.data.routes import to_npy
 from torchtitan.grpo.engines.embedded.generator import Answer, Generator, Request
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.errors import shown
 from torchtitan.grpo.inside_vllm.flat_logprobs import KEPT_TOKENS, LOWEST, kept_text
 from torchtitan.grpo.inside_vllm.prompt_scores import as_text
 
@@ -185,11 +186,6 @@ def checked_temperature(value: Any) -> float:
     """A temperature; 0 is greedy."""
     if type(value) not in (int, float) or not (value == 0 or TEMPERATURE_MIN <= value <= TEMPERATURE_MAX):
         raise BadRequest(
-            f"temperature must be 0, or a number from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}, not {short(value)}"
+            f"temperature must be 0, or a number from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}, not {shown(value)}"
         )
     return float(value)
-
-
-def short(value: Any) -> str:
-    """A value for a message, however long it is."""
-    return repr(value)[:100]

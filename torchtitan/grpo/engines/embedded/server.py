@@ -22,6 +22,7 @@ from torchtitan.grpo.engines.embedded.scoring import completions, token_logprobs
 from torchtitan.grpo.engines.embedded.sleep import sleep_routes
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER
+from torchtitan.grpo.errors import shown
 from torchtitan.grpo.inside_vllm.backend import FINGERPRINTS
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 from torchtitan.grpo.weight_wire.model_identity import KEY, identity
@@ -190,7 +191,7 @@ class EmbeddedApp:
     def _join(self, header: str, request: Request) -> None:
         name, _, size = header.rpartition("/")
         if not name or not re.fullmatch("[1-9][0-9]{0,8}", size):
-            raise BadRequest(f"{COHORT_HEADER} must be <name>/<size>, not {bodies.short(header)}")
+            raise BadRequest(f"{COHORT_HEADER} must be <name>/<size>, not {shown(header)}")
         cohort = self._cohorts.setdefault(name, Cohort(int(size)))
         cohort.requests.append(request)
         if cohort.timer is None:
