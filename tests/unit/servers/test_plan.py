@@ -301,6 +301,7 @@ def test_a_python_without_the_engine_is_refused(tmp_path: Path, monkeypatch: pyt
         (["--api_key_env", "NOT_SET"], "NOT_SET is not set"),
         (["--replicas", "0"], "at least 1"),
         (["--start_timeout_seconds", "nan"], "--start_timeout_seconds must be over 0"),
+        (["--engine", "embedded", "--gpus_per_server", "2"], "--gpus_per_server 2: embedded runs on one device"),
         (["--", "--host=0.0.0.0"], "--host after -- is what this command sets"),
         (["--", "--tensor_parallel_size", "2"], "--tensor-parallel-size after -- is what this command sets"),
     ],

@@ -43,6 +43,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error("--replicas and --gpus_per_server must be at least 1, --first_gpu at least 0")
     if not 0 < arguments.start_timeout_seconds < math.inf:
         parser.error("--start_timeout_seconds must be over 0")
+    if COMMANDS[arguments.engine].bundled and arguments.gpus_per_server > 1:
+        parser.error(f"--gpus_per_server {arguments.gpus_per_server}: {arguments.engine} runs on one device")
     if arguments.host in ("", "0.0.0.0", "::"):
         parser.error(f"--host {arguments.host!r} is no address that a trainer can use: name this machine's own")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
