@@ -41,9 +41,8 @@ class ReservedPort:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             with socket.socket(family) as probe:
-                probe.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-                )  # an earlier server's connections may linger
+                # Connections of an earlier server may linger.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((self._host, self.port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
