@@ -67,7 +67,8 @@ class Ranks:
         """Rank 0's JSON value on every rank. The others' argument is ignored."""
         if self.size == 1:
             return value
-        return broadcast_json(value, self.rank == 0, self._messages, self._bounded(f"trainer rank 0 in {what}", None))
+        whom = "trainer rank 0" if self.rank else "the trainer's other ranks"
+        return broadcast_json(value, self.rank == 0, self._messages, self._bounded(f"{whom} in {what}", None))
 
     def all_values(self, value: Any, what: str) -> list[Any]:
         """Every rank's JSON value on every rank, in rank order."""
@@ -76,12 +77,13 @@ class Ranks:
         return gather_json(value, self._messages, self._bounded(f"the trainer's ranks in {what}", self.check))
 
     def command(self, kind: int, check: Callable[[], None] | None = None) -> int:
-        """Rank 0's `kind` on every rank. The others wait for it, bounded."""
+        """Rank 0's `kind` on every rank. The others wait for it, and rank 0 until they have taken it, bounded."""
         if self.size == 1:
             return kind
         tensor = torch.tensor([kind])
         work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)
-        self._bounded("a command from trainer rank 0 in weight sync", check or self.check)(work)
+        whom = "a command from trainer rank 0" if self.rank else "the trainer's other ranks to take a command"
+        self._bounded(f"{whom} in weight sync", check or self.check)(work)
         return int(tensor)
 
     def _bounded(self, whom: str, check: Callable[[], None] | None) -> Wait:
