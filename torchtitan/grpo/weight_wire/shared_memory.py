@@ -227,9 +227,10 @@ class SharedMemoryGroup:
         return work
 
     def rest(self, seconds: float) -> None:
-        """Wait until a message comes, for `seconds` at most."""
+        """Wait until a message comes, or the device may have filled the next bucket; for `seconds` at most."""
         if any(not sent.told for sent in self._sent):
-            seconds = min(seconds, _DEVICE_LOOK_S)
+            time.sleep(min(seconds, _DEVICE_LOOK_S))  # `poll` counts in whole milliseconds
+            return
         messages = select.poll()
         try:
             for peer in self._peers:
