@@ -12,6 +12,7 @@ from tests.helpers import ROOT
 from tests.helpers.files import limited
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import DiskCopy
+from torchtitan.grpo.weight_wire.adapters import ENDS, PREFIX, AdapterInfo
 from torchtitan.grpo.weight_wire.bucket_files import bucket_path, check_bucket, read_bucket, write_bucket
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL, Receiver
@@ -61,7 +62,11 @@ def test_a_file_that_is_not_the_plans_is_refused(bucket, tmp_path, damage):
     else:
         metadata = None
     save_file(tensors, path, metadata)
-    with pytest.raises(ValueError, match=str(path)):
+    said = {
+        "shape": r": b is torch.float32 \(3,\), expected torch.float32 \(7,\)",
+        "dtype": r": b is torch.float64 \(7,\), expected torch.float32 \(7,\)",
+    }
+    with pytest.raises(ValueError, match=f"{path}{said.get(damage, '')}"):
         read_bucket(tmp_path, bucket)
 
 
@@ -167,9 +172,15 @@ def test_a_folder_without_room_for_two_versions_is_refused_at_the_start(given, t
 
 def test_a_folder_that_is_full_later_is_named(bucket, tmp_path):
     """It is another disk than that of the run's folder."""
+    named = rf"no room for weights in {tmp_path}/torchtitan-.*disk_folder.*File too large"
     copy = DiskCopy(str(tmp_path), [bucket])
     copy.begin()
-    named = rf"no room for weights in {tmp_path}/torchtitan-.*disk_folder.*File too large"
     with limited(resource.RLIMIT_FSIZE, 10), pytest.raises(UserError, match=named):
         copy.store(0, wire_of(bucket, 1))
+    copy.close()
+    names = [f"{PREFIX}model.layers.0.q_proj{end}" for end in ENDS]
+    adapters = plan_buckets([TensorSpec(name, torch.float32, (2, 2)) for name in names], 1 << 20)
+    copy = DiskCopy(str(tmp_path), adapters, AdapterInfo(2, 4.0, "base", {}))
+    with limited(resource.RLIMIT_FSIZE, 10), pytest.raises(UserError, match=named):
+        copy.begin()
     copy.close()

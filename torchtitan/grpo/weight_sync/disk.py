@@ -18,7 +18,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -87,19 +88,25 @@ class DiskCopy(VersionCopy):
     def begin(self) -> None:
         super().begin()
         shutil.rmtree(self._part, ignore_errors=True)
-        self._part.mkdir()
-        if self._config:
-            (self._part / "adapter_config.json").write_text(self._config, encoding="utf-8")
+        with self._writing():
+            self._part.mkdir()
+            if self._config:
+                (self._part / "adapter_config.json").write_text(self._config, encoding="utf-8")
 
     def store(self, index: int, wire: torch.Tensor) -> None:
-        try:
+        with self._writing():
             write_bucket(self._part, self._buckets[index], wire.cpu())
+        if self._config:
+            check_bucket(self._part, self._buckets[index])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             if not no_room(error):
                 raise
             raise UserError(f"no room for weights in {self._folder} ([weight_sync] disk_folder): {error}") from error
-        if self._config:
-            check_bucket(self._part, self._buckets[index])
 
     def complete(self, version: int, expected: list[int]) -> None:
         old = list(self._folder.glob("version-*"))

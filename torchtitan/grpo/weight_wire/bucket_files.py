@@ -53,7 +53,8 @@ def read_bucket(folder: str | Path, bucket: Bucket) -> torch.Tensor:
         for name, target in bucket.views(wire):
             source = file.get_tensor(name)
             if source.shape != target.shape or source.dtype != target.dtype:
-                raise ValueError(f"{path}: {name} is {source.dtype} {tuple(source.shape)}, expected {target.dtype}")
+                found, expected = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (source, target))
+                raise ValueError(f"{path}: {name} is {found}, expected {expected}")
             target.copy_(source)
     bucket.trailer(wire).copy_(torch.tensor(trailer))
     return wire
