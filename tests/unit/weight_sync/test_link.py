@@ -16,7 +16,7 @@ from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import FolderLink
-from torchtitan.grpo.weight_sync.link import GroupLink, Pause, ServerLink
+from torchtitan.grpo.weight_sync.link import GroupLink, Pause, ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Dropped
 from torchtitan.grpo.weight_sync.sglang_adapter_link import SglangAdapterLink
 from torchtitan.grpo.weight_sync.sglang_link import SglangFolderLink, SglangLink
@@ -127,6 +127,28 @@ class Asked:
         return []
 
 
+def link_of(kind: type[ServerLink], control: Asked, check: Callable[[], None] = lambda: None) -> ServerLink:
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    link = kind(control, "gloo", CPU, 60.0, Pause(), check, lambda: None, lambda: 0)
+    link._group = SimpleNamespace(size=1, rest=None, broadcast=lambda _: done, all_reduce=lambda _: done, abort=list)
+    link._held = SimpleNamespace(begin=lambda: None, add=lambda *_: None)
+    return link
+
+
+@pytest.mark.parametrize("kind", [GroupLink, SglangLink])
+def test_a_copy_that_finds_no_room_on_the_device_costs_this_server_alone(kind: type[ServerLink]):
+    """Any other error than the link's own ends the run."""
+
+    def to(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    link, (bucket,) = link_of(kind, Asked()), plan_from_json(PLAN)
+    feed = SimpleNamespace(version=1, bucket=lambda _: (SimpleNamespace(to=to), None), release=list)
+    link.stop(1)
+    with pytest.raises(WeightSyncError, match="phase transfer, version 1, 0 bytes: CUDA out of memory"):
+        link.update(feed, [bucket], 1)
+
+
 @pytest.mark.parametrize("kind", [GroupLink, FolderLink, SglangLink, SglangFolderLink, SglangAdapterLink])
 def test_a_server_that_read_a_copy_while_it_was_given_up_is_not_resumed(kind: type[ServerLink]):
     """What it read may be torn."""
@@ -136,10 +158,7 @@ def test_a_server_that_read_a_copy_while_it_was_given_up_is_not_resumed(kind: ty
         if control.given_up.is_set():
             raise Dropped
 
-    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-    link = kind(control, "gloo", CPU, 60.0, Pause(), check, lambda: None, lambda: 0)
-    link._group = SimpleNamespace(size=1, rest=None, broadcast=lambda _: done, all_reduce=lambda _: done)
-    link._held = SimpleNamespace(begin=lambda: None, add=lambda *_: None)
+    link = link_of(kind, control, check)
     (bucket,) = plan_from_json(PLAN)
     wire = torch.zeros(bucket.wire_bytes, dtype=torch.uint8)
     feed = SimpleNamespace(version=1, folder="", bucket=lambda _: (wire, None))

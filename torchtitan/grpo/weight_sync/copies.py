@@ -129,15 +129,13 @@ class MemoryCopy(VersionCopy):
 
     Args:
         wire_bytes: Size of each bucket.
-        device: Where buckets come from. On CUDA the memory is pinned.
+        pinned: Buckets come from a GPU.
     """
 
-    def __init__(self, wire_bytes: list[int], device: torch.device):
+    def __init__(self, wire_bytes: list[int], pinned: bool):
         super().__init__()
         # One allocation per bucket: torch rounds pinned memory up to a power of two, which could double a full version.
-        pinned = device.type == "cuda"
         self.wires = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in wire_bytes]
-        self.device = device
 
     def store(self, index: int, wire: torch.Tensor) -> None:
         self.wires[index].copy_(wire, non_blocking=True)
@@ -147,17 +145,14 @@ class MemoryCopy(VersionCopy):
 
 
 class HostFeed:
-    """A `Feed` from a host copy."""
+    """A `Feed` from a host copy, whose buckets are in host memory."""
 
     def __init__(self, copy: MemoryCopy):
         self.version = copy.version
         self._copy = copy
 
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        wire = self._copy.wires[index]
-        if self._copy.device.type != "cuda":
-            return wire, None
-        return wire.to(self._copy.device, non_blocking=True), None  # on the worker's stream, like the broadcast
+        return self._copy.wires[index], None
 
     def release(self, count: int) -> None:
         pass

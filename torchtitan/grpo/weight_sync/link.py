@@ -267,6 +267,11 @@ class ServerLink:
         """Run a block on this server's own stream, so that a server that does not receive delays no other's copies."""
         return on_stream(self._stream, self.device)
 
+    def _on_device(self, wire: torch.Tensor) -> torch.Tensor:
+        """A bucket where buckets lie: one of a `MemoryCopy` is in host memory, and may find no room on the device."""
+        with self._phase("transfer"):
+            return wire.to(self.device, non_blocking=True)
+
     def _raise_servers_error(self) -> None:
         """For waits on a collective: if the server's update call has failed, the collective will never complete."""
         self.check()
@@ -321,6 +326,7 @@ class GroupLink(ReceiverLink):
             wire_started = time.perf_counter()
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
+                wire = self._on_device(wire)
                 self._post(wire, bucket.payload_bytes, filled)
                 self._wait_in_flight(num_buffers - 1)
                 feed.release(bucket.index + 1 - len(self._in_flight))

@@ -32,7 +32,8 @@ class Feed(Protocol):
     def version(self) -> int: ...
 
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Bucket `index` as uint8 [wire_bytes], and the event after which it is filled. Waits for it, bounded."""
+        """Bucket `index` as uint8 [wire_bytes], and the event after which it is filled. Waits for it, bounded. It may
+        be in host memory."""
         ...
 
     def release(self, count: int) -> None:

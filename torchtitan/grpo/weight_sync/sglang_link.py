@@ -98,6 +98,7 @@ class SglangLink(SglangServerLink):
             wire_started = time.perf_counter()
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
+                wire = self._on_device(wire)
                 last = bucket.index == len(buckets) - 1
                 self._send(bucket, wire, filled, version_name(feed.version) if last else None)
                 with self._phase("verify"):

@@ -322,7 +322,8 @@ class WeightSync:
             info = AdapterInfo(**adapter) if adapter else None
             return DiskCopy(self._config.disk_folder, self._packer.buckets, info)
         if len(self._fleet.servers) > 1 or self._fleet.may_grow:
-            return MemoryCopy([bucket.wire_bytes for bucket in self._packer.buckets], self._device)
+            wire_bytes = [bucket.wire_bytes for bucket in self._packer.buckets]
+            return MemoryCopy(wire_bytes, pinned=self._device.type == "cuda")
         return None
 
     def _worker(self, server: Server) -> ServerWorker:
