@@ -38,9 +38,10 @@ class Worker:
     got: list[torch.Tensor] = field(default_factory=list)
     expected: list[int] | None = None
     outcome: str = ""
+    timeout_s: float = 5.0
 
     def run(self, push: Push, buckets: int) -> None:
-        seat = push.seat(self.name, 5.0, nothing)
+        seat = push.seat(self.name, self.timeout_s, nothing)
         posted: deque[tuple[int, torch.Tensor]] = deque()
 
         def land() -> None:
@@ -209,6 +210,15 @@ def test_no_server_is_dropped_because_the_leader_is_slow():
     assert outcome.dropped == {}
 
 
+def test_a_server_may_be_late_for_longer_than_the_trainer_may_pack():
+    """Neither the late one nor the one that waits for it fails."""
+    quick, slow = Worker("quick", timeout_s=0.1), Worker("slow", lambda index: 0.6 if index == 1 else 0.0)
+    outcome = run_push([quick, slow], buckets=4, num_buffers=2, straggler_s=5.0)
+    assert outcome.dropped == {}
+    for worker in (quick, slow):
+        assert_whole(worker, 4)
+
+
 def test_a_single_server_is_never_dropped():
     alone = Worker("alone", lambda index: 0.4)
     outcome = run_push([alone], buckets=3, num_buffers=2, straggler_s=0.1)
@@ -310,7 +320,7 @@ def test_a_failed_push_wakes_everyone():
 
 
 def test_a_timeout_names_the_missing_bucket_and_closing_ends_the_wait():
-    push = Push(7, 3, 2, ["one"], 10.0, lambda server, why: None)
+    push = Push(7, 3, 2, ["one"], 0.1, lambda server, why: None)
     with pytest.raises(TimeoutError, match="bucket 2 of version 7"):
         push.offer(content(7, 0), None)
         push.seat("one", 0.1, nothing).bucket(1)

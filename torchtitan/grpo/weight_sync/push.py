@@ -189,7 +189,8 @@ class Push:
     # ------------------------------------------------------------------------------------------- for the workers
 
     def seat(self, server: str, timeout_s: float, check: Callable[[], None]) -> "Seat":
-        """A server's part in this push. Its waits are bounded by `timeout_s` and call `check`."""
+        """A server's part in this push. Its waits call `check`. They are bounded by `timeout_s`, which the trainer has
+        once it waits for no late server any more."""
         return Seat(self, server, timeout_s, check)
 
     def ended(self, server: str, seconds: dict[str, float] | None) -> None:
@@ -224,7 +225,8 @@ class Seat:
     without the server."""
 
     def __init__(self, push: Push, server: str, timeout_s: float, check: Callable[[], None]):
-        self._push, self._server, self._timeout_s, self._check = push, server, timeout_s, check
+        self._push, self._server, self._check = push, server, check
+        self._limit_s = push._straggler_s + timeout_s
 
     @property
     def version(self) -> int:
@@ -248,13 +250,13 @@ class Seat:
                 push._draining.discard(server)
                 push._not_late(server)
         # Every other server is draining by now, or will be dropped for being late.
-        limit_s = push._straggler_s + (push._drain_s or 0.0) + self._timeout_s
+        limit_s = self._limit_s + (push._drain_s or 0.0)
         self._wait(lambda: push._begun, "the other servers to pause for", limit_s)
 
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """See `Feed.bucket`."""
         offered, what = self._push._offered, f"the trainer to pack bucket {index + 1} of"
-        self._wait(lambda: len(offered) > index, what, self._timeout_s)
+        self._wait(lambda: len(offered) > index, what, self._limit_s)
         return offered[index]
 
     def release(self, count: int) -> None:
@@ -269,7 +271,7 @@ class Seat:
     def expected(self) -> list[int]:
         """See `Feed.expected`."""
         push = self._push
-        self._wait(lambda: push._expected is not None, "the trainer to pack the checksums of", self._timeout_s)
+        self._wait(lambda: push._expected is not None, "the trainer to pack the checksums of", self._limit_s)
         assert push._expected is not None
         return push._expected
 
@@ -283,8 +285,8 @@ class Seat:
         if self._server not in push._released:
             raise Dropped(push._dropped.get(self._server, f"the push of version {push.version} failed"))
 
-    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
-        push, deadline = self._push, time.monotonic() + timeout_s
+    def _wait(self, ready: Callable[[], bool], what: str, limit_s: float) -> None:
+        push, deadline = self._push, time.monotonic() + limit_s
         with push._lock:
             while True:
                 self.raise_if_dropped()
