@@ -357,3 +357,14 @@ def test_no_push_begins_when_the_workers_have_been_told_to_end():
     board.close()
     with pytest.raises(Closing):
         board.begin_push(lambda servers, on_drop: pytest.fail("a push began"))
+
+
+def test_a_look_for_late_readers_takes_linear_time():
+    """The main thread's publish waits for the board's lock."""
+    asked: list[VersionCopy] = []
+    copy = VersionCopy()
+    copy.readers = [SimpleNamespace(began=time.monotonic(), too_late=0)] * 64
+    board = Board(Fleet([], None), [], 1, WeightSync(), Pause(), {}, copy, copies_only=True)
+    board.workers = [SimpleNamespace(is_idle=asked.append) for _ in range(64)]
+    board.drop_late_readers()
+    assert len(asked) == 64

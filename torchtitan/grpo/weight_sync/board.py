@@ -190,9 +190,10 @@ class Board:
         Each drop doubles a server's time: a slow one would else never have a whole version. Under the lock."""
         copy = self.copy
         assert copy is not None  # it has readers
+        others_wait_since = self._others_wait_since()
         for reader in list(copy.readers):
             limit_s = (self.push_s + self.config.straggler_seconds) * 2.0**reader.too_late
-            if time.monotonic() > max(reader.began, self._others_wait_since()) + limit_s:
+            if time.monotonic() > max(reader.began, others_wait_since) + limit_s:
                 reader.drop(f"kept the other servers waiting for over {limit_s:.3g} s with version {copy.version}")
 
     def copy_is_late(self, since: float) -> bool:
