@@ -1,5 +1,4 @@
-"""Code that runs inside a vLLM server. Of this project it imports `weight_wire`, `version_names`,
-`model_identity` and `refusals` only.
+"""Code that runs inside a vLLM server. Of this project it imports `weight_wire` only.
 
     process         at start                        when `--weight-transfer-config` names our backend
     API server      plugin.register: two hooks      flat_logprobs; replies adds fields

@@ -128,7 +128,7 @@ def install(key: str = KEY) -> None:
         nonlocal received
         await update_weights(self, request)
         info = request.update_info
-        received = version_name(info["version"], info.get("run", "")) if "version" in info else received
+        received = version_name(info["version"], info.get("run", ""))
 
     @functools.wraps(finish_weight_update)
     async def finish_and_mark(self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
