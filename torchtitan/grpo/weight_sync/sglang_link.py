@@ -73,9 +73,7 @@ class SglangLink(SglangServerLink):
         name, address = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}", self._own_address()
         device = "cuda/" if TRANSPORTS[self.backend].own_gpus else "cpu/"
         prefixes = name, f"{name}/", device  # as SGLang's torch nests them
-        rendezvous = Rendezvous(
-            self.backend, world_size, self.device, self.timeout_s, address, prefixes=prefixes, hello=False
-        )
+        rendezvous = Rendezvous(self.backend, world_size, self.device, self.timeout_s, address, prefixes)
 
         def serve() -> None:
             self.control.join_group(name, self.backend, address, rendezvous.port, world_size)

@@ -1,6 +1,7 @@
 """Where the ranks of a weight-transfer group meet: a TCPStore of the trainer's, and rank 0's way into the group."""
 
 import socket
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.weight_wire.transport import ABANDONED, PREFIX, Group, in_thread
+from torchtitan.grpo.weight_wire.transport import PREFIX, Group, in_thread
+from torchtitan.grpo.weight_wire.transports import ABANDONED
 
 _STORE_S = 10.0
 """For the store's first answer, once its port takes connections. If it is closed in between, TCPStore waits so long."""
@@ -75,15 +77,23 @@ class Rendezvous:
 
     Args:
         address: This machine's, on the route to the other end. The store listens there, at `port`.
-        options: The other arguments of rank 0's `Group`.
+        backend, size, device, timeout_s, prefixes: As for rank 0's `Group`.
     """
 
-    def __init__(self, backend: str, size: int, device: torch.device, timeout_s: float, address: str, **options: Any):
+    def __init__(
+        self,
+        backend: str,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        address: str,
+        prefixes: Sequence[str] = (),
+    ):
         store, self.port = host_store(address, timeout_s)
         self._store: dist.Store | None = store
         connection = join_store(address, self.port, timeout_s)
         self.joined = in_thread(
-            lambda: Group(backend, connection, 0, size, device, timeout_s, address, **options), "weight-sync-join"
+            lambda: Group(backend, connection, 0, size, device, timeout_s, address, prefixes), "weight-sync-join"
         )
 
     def group(self) -> "Group":

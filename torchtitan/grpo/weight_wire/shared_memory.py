@@ -37,8 +37,9 @@ import torch.distributed as dist
 
 from torchtitan.grpo.weight_wire.refusals import ELSEWHERE
 from torchtitan.grpo.weight_wire.shared_buffers import allocate, export, is_shared, location, open_shared, same_location
+from torchtitan.grpo.weight_wire.transports import ABANDONED
 
-_LOCATION, _ABANDONED = "place", "abandoned"
+_LOCATION = "place"
 _PACKET_BYTES = 1 << 16
 _FDS_MAX = 4
 _ACCEPT_S = 0.05
@@ -125,7 +126,7 @@ class SharedMemoryGroup:
             listener.settimeout(_ACCEPT_S)
             store.set(_LOCATION, json.dumps(location(self._device) | {"socket": name}))
             while len(self._peers) < wanted:
-                if store.check([_ABANDONED]):
+                if store.check([ABANDONED]):
                     raise RuntimeError("the connection has been given up")
                 if time.monotonic() > deadline:
                     raise TimeoutError("timed out waiting for the server to open the trainer's socket")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.weight_wire.shared_memory import Shared, SharedMemoryGroup
-from torchtitan.grpo.weight_wire.transports import TRANSPORTS
+from torchtitan.grpo.weight_wire.transports import ABANDONED, TRANSPORTS
 
 T = TypeVar("T")
 
@@ -29,8 +29,6 @@ _LOOK_S = 0.25
 _ANSWER_S = 2.0
 PREFIX = "torchtitan_grpo"
 """Of all keys in the rendezvous store."""
-ABANDONED = "abandoned"
-"""The key with which rank 0 tells that it has given the group up."""
 _HERE = "here"
 """Prefix of the keys with which ranks say that they are about to join."""
 _GIVEN_UP = "this end has given the transfer up"
@@ -150,15 +148,14 @@ class Group:
         device: torch.device,
         timeout_s: float,
         address: str,
-        prefixes: Sequence[str] = (PREFIX,),
-        hello: bool = True,
+        prefixes: Sequence[str] = (),
     ):
         """Join the group.
 
         Args:
             address: This machine's, on the route to the other end; gloo binds to it.
-            prefixes: Prefixes of keys in the store, wrapped in this order. The other end has the same ones.
-            hello: Wait for all ranks before joining, and run a first all-reduce. The other end must do so too.
+            prefixes: Where an engine's own code is the other end: its prefixes of keys in the store, wrapped in this
+                order. It neither waits for all ranks before it joins nor runs a first all-reduce.
 
         Raises:
             TimeoutError, RuntimeError: The other end did not join in time, or failed.
@@ -169,17 +166,17 @@ class Group:
         self.rank = rank
         self.size = size
         self.device = device
-        for prefix in prefixes:
+        for prefix in prefixes or (PREFIX,):
             store = dist.PrefixStore(prefix, store)
         self._store = store
         self.hosts: dist.Store | None = None  # of rank 0: it lives as long as the group
         self._next_look = 0.0
         self._look: Future[bool] | None = None  # under way
         self._works: list[dist.Work] = []  # operations that may be running, if they cannot be aborted
-        if hello:
+        if not prefixes:
             self._meet(timeout_s)
         self._pg = pkgutil.resolve_name(self.transport.join)(store, rank, size, device, timeout_s, address)
-        if not hello:
+        if prefixes:
             return
         # The first collective creates NCCL's communicator. Run it here, where both ends are present.
         ranks = torch.ones(1, dtype=torch.int64, device=device)

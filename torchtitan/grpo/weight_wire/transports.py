@@ -35,6 +35,9 @@ TRANSPORTS = {
 }
 """By name. To add one: a row here, and the function that it names."""
 
+ABANDONED = "abandoned"
+"""The key in a group's store with which rank 0 tells that it has given the group up."""
+
 
 def needs_own_gpus(name: str) -> bool:
     """Whether a value of `[weight_sync] transport` names one with `own_gpus`; "auto" names none yet."""
