@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -259,7 +258,7 @@ class ServerLink:
 
     def _update_failure(self, timeout_s: float) -> str:
         """The error of the server's update call, if it fails within `timeout_s`; else ""."""
-        with suppress(FutureTimeoutError):
+        with suppress(TimeoutError):
             return str(self._update.exception(timeout_s) or "")
         return ""
 

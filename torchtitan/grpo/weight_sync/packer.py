@@ -62,6 +62,10 @@ class Stopwatch:
         return seconds
 
 
+def zeros(size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
 class Piece(NamedTuple):
     """A rank's part of one published tensor; its box is in the parameter's coordinates."""
 
@@ -94,9 +98,7 @@ class Packer:
         limit_bytes: int,
         num_buffers: int,
         snapshots: int = 2,
-        allocate: Callable[[int, torch.device], torch.Tensor] = lambda size, device: torch.zeros(
-            size, dtype=torch.uint8, device=device
-        ),
+        allocate: Callable[[int, torch.device], torch.Tensor] = zeros,
     ):
         self._ranks = ranks
         self.gathered = 0

@@ -20,7 +20,7 @@ from torchtitan.grpo.weight_sync.board import Board, Mode
 from torchtitan.grpo.weight_sync.copies import MemoryCopy, VersionCopy
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
-from torchtitan.grpo.weight_sync.packer import Packer
+from torchtitan.grpo.weight_sync.packer import Packer, zeros
 from torchtitan.grpo.weight_sync.published import PublishedWeights
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
@@ -126,7 +126,7 @@ class WeightSync:
             self._limit,
             NUM_BUFFERS,
             snapshots=2 if config.async_weight_update else 1,
-            **({"allocate": allocate} if self._transport.shares_memory else {}),
+            allocate=allocate if self._transport.shares_memory else zeros,
         )
         self._warn_of_large_tensors()
         self._connect_on_rank0()
@@ -136,7 +136,7 @@ class WeightSync:
         if self._board is not None:
             self._thread = Leader(self._ranks, self._packer, config, self._board, self._worker)
         else:
-            self._thread = Follower(self._ranks, self._packer, config.timeout_seconds, lambda error: None)
+            self._thread = Follower(self._ranks, self._packer, config.timeout_seconds)
         self._thread.start()
 
     def publish(self, version: int, wait: bool = False) -> None:

@@ -1,12 +1,10 @@
 """The sync threads, one on each trainer rank: rank 0's is the leader and sends versions to the servers when they are
 due; the others follow its commands."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -20,8 +18,6 @@ from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 from torchtitan.grpo.weight_wire.buckets import Bucket
-
-logger = logging.getLogger(__name__)
 
 PHASES = 8
 """Phases of rank 0, each bounded by `timeout_seconds`, that another rank may sit through in one wait (I6): connecting
@@ -37,21 +33,18 @@ _CLOSE, _BEAT, _SEND = 0, 1, 2
 class SyncThread(threading.Thread):
     """One on each trainer rank, on process groups and a stream of its own. Ranks agree here and nowhere else (I5).
 
-    Args:
-        on_error: Called with the error that ended the thread, unless it was closed.
-
     Attributes:
-        error: What ended the thread.
+        error: What ended the thread, unless it was closed.
         closing: Set it to end the thread. The leader must be woken too.
         busy: Weights are on their way from this rank.
     """
 
-    def __init__(self, ranks: Ranks, packer: Packer, timeout_s: float, on_error: Callable[[BaseException], None]):
+    def __init__(self, ranks: Ranks, packer: Packer, timeout_s: float):
         super().__init__(name="weight-sync", daemon=True)
         self.error: BaseException | None = None
         self.closing = False
         self.busy = False
-        self._ranks, self._packer, self._timeout_s, self._on_error = ranks, packer, timeout_s, on_error
+        self._ranks, self._packer, self._timeout_s = ranks, packer, timeout_s
         ranks.check = self._raise_if_closed  # another rank may have closed first
 
     def run(self) -> None:
@@ -62,7 +55,6 @@ class SyncThread(threading.Thread):
             pass
         except BaseException as error:
             self.error = error
-            self._on_error(error)
 
     def _work(self) -> None:
         raise NotImplementedError
@@ -96,8 +88,8 @@ class Follower(SyncThread):
 
     followed = -1
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, ranks: Ranks, packer: Packer, timeout_s: float):
+        super().__init__(ranks, packer, timeout_s)
         self.changed = threading.Condition()
 
     def _work(self) -> None:
@@ -131,12 +123,17 @@ class Leader(SyncThread):
         board: Board,
         make_worker: Callable[[Server], ServerWorker],
     ):
-        super().__init__(ranks, packer, config.timeout_seconds, board.fleet.fail)
+        super().__init__(ranks, packer, config.timeout_seconds)
         self.waited_for = -1
         self._board = board
         self._make_worker = make_worker
         self._push: Push | None = None
         self._next_beat = 0.0
+
+    def run(self) -> None:
+        super().run()
+        if self.error is not None:
+            self._board.fleet.fail(self.error)
 
     def settled(self, version: int) -> bool:
         """Whether all pushes up to this version have ended. Under the board's lock."""
@@ -195,17 +192,13 @@ class Leader(SyncThread):
 
     def _push_in_common(self) -> None:
         if self._board.pause.in_flight:  # ranks agree first, which may take a training step; servers pause then
-            with self._send() as snapshot:
-                self._push_buckets(self._new_push(snapshot.version), snapshot)
+            with self._send() as snapshot, self._new_push(snapshot.version) as push:
+                self._push_buckets(push, snapshot)
             return
-        push = self._new_push(self._packer.snapshots.newest)
-        try:
+        with self._new_push(self._packer.snapshots.newest) as push:
             push.wait_until_still(self._while_servers_drain)
             with self._send() as snapshot:
                 self._push_buckets(push, snapshot)
-        except BaseException:
-            push.fail()
-            raise
 
     def _while_servers_drain(self) -> None:
         """That may take long. A server that has waited for weights for longer than a push takes gets a copy meanwhile:
@@ -223,7 +216,9 @@ class Leader(SyncThread):
             self._ranks.command(_BEAT)
             self._next_beat = time.monotonic() + _BEAT_S
 
-    def _new_push(self, version: int) -> Push:
+    @contextmanager
+    def _new_push(self, version: int) -> Iterator[Push]:
+        """Invite the servers that take part. An error in the block fails the push for all of them."""
         board = self._board
 
         def make(servers: list[str], on_drop: Callable[[str, str], None]) -> Push:
@@ -232,25 +227,25 @@ class Leader(SyncThread):
             return Push(*shape, servers, board.config.straggler_seconds, on_drop, drain_s, board.copy_is_late)
 
         with board.changed:
-            self._push = board.begin_push(make)
-        return self._push
-
-    def _push_buckets(self, push: Push, snapshot: SnapshotBuffer) -> None:
-        board, packer = self._board, self._packer
+            self._push = push = board.begin_push(make)
         try:
-            board.sending(snapshot.version)
-            push.begin(snapshot.version)
-            gather_s = 0.0
-            for bucket in board.buckets:
-                push.wait_for_buffer(bucket.index)
-                gather_s += self._gather(bucket, snapshot)
-                push.offer(packer.pack(bucket, snapshot), self._mark())
-            expected = packer.expected_acknowledgement(snapshot.version)
-            seconds = {"gather": gather_s, "pack": 0.0, "snapshot": snapshot.seconds()}
-            push.complete(expected, seconds | packer.stopwatch.take())
+            yield push
         except BaseException:
             push.fail()
             raise
+
+    def _push_buckets(self, push: Push, snapshot: SnapshotBuffer) -> None:
+        board, packer = self._board, self._packer
+        board.sending(snapshot.version)
+        push.begin(snapshot.version)
+        gather_s = 0.0
+        for bucket in board.buckets:
+            push.wait_for_buffer(bucket.index)
+            gather_s += self._gather(bucket, snapshot)
+            push.offer(packer.pack(bucket, snapshot), self._mark())
+        expected = packer.expected_acknowledgement(snapshot.version)
+        seconds = {"gather": gather_s, "pack": 0.0, "snapshot": snapshot.seconds()}
+        push.complete(expected, seconds | packer.stopwatch.take())
         push.on_settled(lambda: self._report(push))
 
     def _report(self, push: Push) -> None:
