@@ -406,6 +406,17 @@ def test_the_salt_is_what_keeps_old_blocks_out(served: Served):
     assert fresh.max() <= TOLERANCE
 
 
+def test_answers_beside_a_request_that_asks_for_more_log_probabilities(served: Served):
+    """vLLM gives each token of a step as many as the batch's greediest request asks for."""
+    served.publish("A")
+    with ThreadPoolExecutor() as pool:
+        answers = pool.submit(served.ask, LONG)
+        while not answers.done():
+            served.ask(replace(LONG, n=1, max_tokens=5, top_tokens=5))
+    for answer in answers.result()[0]:
+        assert served.differences(answer, "A").max() <= TOLERANCE
+
+
 def test_our_count_is_vllms(served: Served):
     """What the plug-in gives to vLLM before 0.32, beside what 0.32 reports, in the same replies."""
     bodies = [{"n": 3, "max_tokens": 420}, {"n": 1, "max_tokens": 390}, {"n": 4, "max_tokens": 320}]

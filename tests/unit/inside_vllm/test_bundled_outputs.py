@@ -50,8 +50,9 @@ class Entry(msgspec.Struct):
     num_nans: int = 0
 
 
-def entry(request: str, *tokens: int, **others: Any) -> Entry:
-    ids = np.array(tokens, dtype=np.int32)[:, None]
+def entry(request: str, *tokens: int, width: int = 1, **others: Any) -> Entry:
+    """`width`: vLLM gives each token as many log-probabilities as any request of the step asks for."""
+    ids = np.array(tokens, dtype=np.int32)[:, None] + np.arange(width, dtype=np.int32)
     return Entry(request, list(tokens), Logprobs(ids, -ids / 10, ids[:, 0] * 2), **others)
 
 
@@ -84,6 +85,19 @@ def test_log_probabilities_stay_with_their_tokens() -> None:
     assert whole.new_logprobs.bounds is None
     without = Entry("c", [1]), Entry("c", [2], finish_reason=Reason.STOP)
     assert [e.new_logprobs for step in without for e in held.pass_through(0, [step])] == [None]
+
+
+def test_a_token_has_the_log_probabilities_that_all_of_its_answer_s_steps_have() -> None:
+    """Other requests, which ask for more, begin and end meanwhile."""
+    held = bundles(4)
+    for token, width in ((10, 1), (20, 3), (30, 2)):
+        assert sent(held, entry("a", token, width=width), entry("b", token, width=width + 1)) == []
+    one, two = held.pass_through(0, [entry("a", 40, width=3), entry("b", 40, 50, width=4)])
+    assert one.new_logprobs.ids.tolist() == [[10], [20], [30], [40]]
+    assert two.new_logprobs.ids.tolist() == [[10, 11], [20, 21], [30, 31], [40, 41], [50, 51]]
+    for whole in (one, two):
+        np.testing.assert_allclose(whole.new_logprobs.logprobs, whole.new_logprobs.ids / -10)
+        assert whole.new_logprobs.ranks.tolist() == [2 * token for token in whole.new_token_ids]
 
 
 def test_kept_tokens_stay_with_their_tokens() -> None:
@@ -284,12 +298,12 @@ def test_every_token_arrives_once_and_in_order(seed: int) -> None:
     arrived: dict[str, list[int]] = {name: [] for name in made}
     rest = {name: list(tokens) for name, tokens in made.items()}
     while rest:
-        step = []
+        step, width = [], random_.choice((1, 1, 4))
         for name in list(rest):
             if random_.random() < 0.7:
                 count = random_.randint(1, 2)
                 tokens, rest[name] = rest[name][:count], rest[name][count:]
-                step.append(entry(name, *tokens, finish_reason=None if rest[name] else Reason.STOP))
+                step.append(entry(name, *tokens, width=width, finish_reason=None if rest[name] else Reason.STOP))
                 if not rest[name]:
                     del rest[name]
         entries = held.pass_through(0, step)

@@ -57,7 +57,9 @@ class _Bundle:
     Plain numbers, since the engine does this for each token that it samples: an array of one row costs more.
 
     Attributes:
-        like: The first of its log-probabilities, vLLM's `LogprobsLists`, with the columns' types and row shapes.
+        like: The first of its log-probabilities, vLLM's `LogprobsLists`, with the columns' types.
+        width: Log-probabilities of each token: as many as the narrowest entry has. vLLM gives every request of a step
+            as many as the greediest of them asks for, so no entry has fewer than its own request needs.
         masks: The tokens that were kept, of one entry after the other.
         room: How many entries of one token may still join without a look at their arrays.
     """
@@ -69,6 +71,7 @@ class _Bundle:
     ranks: list[int] = field(default_factory=list)
     masks: list[Any] = field(default_factory=list)
     like: Any = None
+    width: int = 0
     room: int = 0
 
     def keep(self, entry: Any, tokens_max: int) -> bool:
@@ -93,17 +96,24 @@ class _Bundle:
         logprobs = entry.new_logprobs
         if logprobs is None:
             return
-        if self.like is None:
-            self.like = logprobs
         ids, values, ranks, *_ = logprobs
-        if ids.size == 1:
+        if self.like is None:
+            self.like, self.width = logprobs, ids.shape[1]
+        if ids.size == self.width == 1:
             self.ids.append(ids.item())
             self.values.append(values.item())
             self.ranks.append(ranks.item())
-        else:
-            self.ids += ids.ravel().tolist()
-            self.values += values.ravel().tolist()
-            self.ranks += ranks.ravel().tolist()
+            return
+        if ids.shape[1] < self.width:
+            self._narrow(ids.shape[1])
+        self.ids += ids[:, : self.width].ravel().tolist()
+        self.values += values[:, : self.width].ravel().tolist()
+        self.ranks += ranks.tolist()
+
+    def _narrow(self, width: int) -> None:
+        self.ids = [value for i, value in enumerate(self.ids) if i % self.width < width]
+        self.values = [value for i, value in enumerate(self.values) if i % self.width < width]
+        self.width = width
 
     def into(self, entry: Any) -> Any:
         """The entry, with the kept-back tokens before its own. The fourth field of one request's `LogprobsLists` is
@@ -114,8 +124,9 @@ class _Bundle:
             setattr(entry, _MASK, _joined(self.masks))
         if self.like is not None:
             columns = zip((self.ids, self.values, self.ranks), self.like[:3], strict=True)
-            arrays = (np.array(column, part.dtype).reshape(-1, *part.shape[1:]) for column, part in columns)
-            entry.new_logprobs = type(self.like)(*arrays, None)
+            ids, values, ranks = (np.array(column, part.dtype) for column, part in columns)
+            rows = -1, self.width
+            entry.new_logprobs = type(self.like)(ids.reshape(rows), values.reshape(rows), ranks, None)
         return entry
 
 
