@@ -153,23 +153,23 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         Raises:
             ValueError: It has not. The message begins with ADAPTERS.
         """
-        if (init_info.adapter is None) == (self._adapters is None):
-            if self._adapters is None or init_info.adapter is None:
-                return
-            info = AdapterInfo(**init_info.adapter)
-            names = [entry[0] for bucket in init_info.plan for entry in bucket]
-            self._adapters.check(info, names, self.parallel_config.pipeline_parallel_size == 1)
-            info.check_base(Path(self.model_config.model).name, self._fingerprints)
-        elif init_info.adapter is None:
+        sent, served = init_info.adapter, self._adapters
+        if sent is None and served is None:
+            return
+        if sent is None:
             raise ValueError(
                 f"{ADAPTERS} this server was started with --enable-lora and takes adapters, and the trainer sends all "
                 "weights: set [lora] enable = true, or start the server without that flag"
             )
-        else:
+        if served is None:
             raise ValueError(
                 f"{ADAPTERS} the trainer sends adapters, and this server has no place for them: start it with "
-                f"--enable-lora --max-loras 1 --max-lora-rank {init_info.adapter['rank']}, or vLLM's next greater size"
+                f"--enable-lora --max-loras 1 --max-lora-rank {sent['rank']}, or vLLM's next greater size"
             )
+        info = AdapterInfo(**sent)
+        names = [entry[0] for bucket in init_info.plan for entry in bucket]
+        served.check(info, names, self.parallel_config.pipeline_parallel_size == 1)
+        info.check_base(Path(self.model_config.model).name, self._fingerprints)
 
     def _fingerprints(self) -> dict[str, str]:
         """Of the base. They are computed once."""
