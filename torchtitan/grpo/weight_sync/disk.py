@@ -176,6 +176,6 @@ class FolderLink(ReceiverLink):
         """Have the server read the feed's version."""
         update_info = {"version": feed.version, "run": own_run(), "folder": str(feed.folder)}
         self._begin(update_info | {"expected": list(feed.expected)})
-        self._read(buckets, lambda: self._servers_error(time.monotonic() + self.timeout_s))
+        self._read(buckets, lambda: self._wait_for_reply(time.monotonic() + self.timeout_s))
         self._finish(feed.version)
         return self.seconds

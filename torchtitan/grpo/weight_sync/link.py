@@ -252,14 +252,14 @@ class ServerLink:
         except (RuntimeError, OSError) as error:  # TimeoutError is an OSError
             cause = str(error)
             if not isinstance(error, TimeoutError) and self._update is not None:
-                cause = self._update_failure(_SERVER_SAYS_WHY_S) or cause
+                cause = self._update_failure() or cause
             self.close()
             raise WeightSyncError(self.url, phase, self._version, self.bytes_done, cause) from error
 
-    def _update_failure(self, timeout_s: float) -> str:
-        """The error of the server's update call, if it fails within `timeout_s`; else ""."""
+    def _update_failure(self) -> str:
+        """The error of the server's update call, if it fails soon; else ""."""
         with suppress(TimeoutError):
-            return str(self._update.exception(timeout_s) or "")
+            return str(self._update.exception(_SERVER_SAYS_WHY_S) or "")
         return ""
 
     def _on_stream(self) -> AbstractContextManager[None]:
@@ -271,13 +271,13 @@ class ServerLink:
         with self._phase("transfer"):
             return wire.to(self.device, non_blocking=True)
 
-    def _raise_servers_error(self) -> None:
+    def _raise_if_update_failed(self) -> None:
         """For waits on a collective: if the server's update call has failed, the collective will never complete."""
         self.check()
         if self._update.done():
             self._update.result()
 
-    def _servers_error(self, deadline: float) -> None:
+    def _wait_for_reply(self, deadline: float) -> None:
         """Wait for the server's update call to return. Raises what it raised."""
         update = self._update
         assert update is not None  # the call has begun
@@ -349,7 +349,7 @@ class GroupLink(ReceiverLink):
         with self._phase("transfer"):
             while len(self._in_flight) > at_most:
                 work, payload_bytes, deadline = self._in_flight[0]
-                wait(work, deadline, "the server to receive a bucket", self._raise_servers_error, self._group.rest)
+                wait(work, deadline, "the server to receive a bucket", self._raise_if_update_failed, self._group.rest)
                 self._in_flight.popleft()
                 self.bytes_done += payload_bytes
 
@@ -361,14 +361,14 @@ class GroupLink(ReceiverLink):
             deadline = time.monotonic() + self.timeout_s
             table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64, device=self.device)
             what = "the server's acknowledgement"
-            wait(self._group.all_reduce(table), deadline, what, self._raise_servers_error, self._group.rest)
+            wait(self._group.all_reduce(table), deadline, what, self._raise_if_update_failed, self._group.rest)
             for rank, row in enumerate(table.tolist()[1:]):
                 if row[0] == 0:
-                    self._servers_error(deadline)
+                    self._wait_for_reply(deadline)
                 if row != expected:
                     raise RuntimeError(
                         f"server rank {rank} acknowledged [ok, version, tensors, bytes, checksum] {row}, "
                         f"expected {expected}"
                     )
             self.seconds["apply"] = time.perf_counter() - started
-            self._servers_error(deadline)
+            self._wait_for_reply(deadline)

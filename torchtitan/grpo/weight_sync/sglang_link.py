@@ -139,8 +139,8 @@ class SglangLink(SglangServerLink):
             )
             works = [self._group.broadcast(tensor) for tensor in sent]
             for work in works:
-                wait(work, deadline, "the server to receive a bucket", self._raise_servers_error)
-            self._servers_error(deadline)
+                wait(work, deadline, "the server to receive a bucket", self._raise_if_update_failed)
+            self._wait_for_reply(deadline)
         self.bytes_done += bucket.payload_bytes
 
 
