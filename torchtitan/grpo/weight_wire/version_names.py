@@ -21,7 +21,6 @@ FOLDER_PREFIX = "torchtitan-grpo-"
 OWNED = "this server gets its weights from"
 """How a server's refusal begins; see `owned_by`."""
 
-
 _joined = ""
 
 
@@ -41,9 +40,9 @@ def version_name(version: int, run: str = "") -> str:
     return f"{version}@{run or own_run()}"
 
 
-def version_of(name: str, run: str = "") -> int | None:
-    """The version with this name; None if it is not one of this run, ours by default."""
-    return _version_of(name, run or own_run())
+def version_of(name: str) -> int | None:
+    """The version with this name; None if it is not one of our run's."""
+    return _version_of(name, own_run())
 
 
 def other_run(name: str | None) -> str:
