@@ -38,7 +38,7 @@ from torchtitan.grpo.inside_vllm.load_recording import (
     tensors_in,
     writes,
 )
-from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum
+from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, checksum_of
 
 _LET_GO_S = 0.5
 
@@ -101,7 +101,8 @@ class _Proof:
         self.trace.received(wire)
         for copy in self.recording.copies:
             if copy.bucket == bucket.index:
-                self._sources[copy] = self._sum(copy.source(wire.view(copy.destination.dtype)))
+                source = copy.source(wire.view(copy.destination.dtype))
+                self._sources[copy] = checksum_of(source, self._checksum)
 
     def check(self) -> None:
         """NotDirectError unless copies alone would have done the same. Waits for the device; nothing else here does."""
@@ -121,16 +122,10 @@ class _Proof:
             time.sleep(0.02)
         if holders:
             raise NotDirectError(f"the engine keeps weights in {holders} places that are not parameters")
-        equal = [self._sources[copy] == self._sum(copy.destination) for copy in recording.copies]
+        equal = [self._sources[copy] == checksum_of(copy.destination, self._checksum) for copy in recording.copies]
         equal += [(fill.destination == fill.value).all() for fill in recording.fills]
         if differing := int((~torch.stack(equal)).sum()):
             raise NotDirectError(f"{differing} of {len(equal)} places do not hold what was received for them")
-
-    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        payload = tensor.contiguous().view(-1).view(torch.uint8)
-        if missing := -payload.numel() % 8:
-            payload = torch.nn.functional.pad(payload, (0, missing))
-        return self._checksum(payload)
 
 
 class DirectLoading:

@@ -90,7 +90,10 @@ class SglangLink(SglangServerLink):
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """See `ServerLink.update`. Buckets go one after the other. `apply` is 0, since it is part of `wire`."""
         with self._on_stream():
-            self._begin_session(feed.version)
+            self._version, self._update = feed.version, None
+            with self._phase("start"):
+                self.control.start_update()
+            self._listens()
             with self._phase("verify"):
                 self._held.begin()
             wire_started = time.perf_counter()
@@ -116,13 +119,6 @@ class SglangLink(SglangServerLink):
         with self._phase("verify"):
             self._held.check()
         self._take_into_service(version, started)
-
-    def _begin_session(self, version: int) -> None:
-        self._version = version
-        self._update = None
-        with self._phase("start"):
-            self.control.start_update()
-        self._listens()
 
     def _send(self, bucket: Bucket, wire: torch.Tensor, filled: torch.cuda.Event | None, version: str | None) -> None:
         """Send one bucket: from the call that makes the server receive it to the reply that it has loaded it."""

@@ -118,22 +118,25 @@ def joined(pieces: Sequence[Holding]) -> list[Holding]:
     return joined
 
 
+@dataclass(eq=False)
 class SnapshotBuffer:
     """One copy of the shards. `version` is -1 while the buffer is empty or being written.
 
     Attributes:
         flat: All of it, if `Snapshots.allocate` made it.
+        began, taken: Before and after the copy, on CUDA.
+        released: After the last reader's work, on CUDA.
+        cpu_s: How long the copy took, on the CPU.
     """
 
-    def __init__(self, index: int, flat: torch.Tensor | None):
-        self.index = index
-        self.flat = flat
-        self.version = -1
-        self.readers = 0
-        self.began: torch.cuda.Event | None = None
-        self.taken: torch.cuda.Event | None = None
-        self.released: torch.cuda.Event | None = None
-        self.cpu_s = 0.0
+    index: int
+    flat: torch.Tensor | None
+    version: int = -1
+    readers: int = 0
+    began: torch.cuda.Event | None = None
+    taken: torch.cuda.Event | None = None
+    released: torch.cuda.Event | None = None
+    cpu_s: float = 0.0
 
     def seconds(self) -> float:
         """How long the copy took on the device. Waits for it."""

@@ -198,11 +198,16 @@ class Checksum:
         return total, None
 
 
-def checksum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The checksum of a tensor's bytes, padded with zeros to whole words, as an int64 scalar tensor on its device."""
+def checksum_of(tensor: torch.Tensor, checksum: Checksum | None = None) -> torch.Tensor:
+    """The checksum of a tensor's bytes, padded with zeros to whole words, as an int64 scalar tensor on its device.
+
+    Args:
+        checksum: One that is made already. Sums by checksums for other sizes may differ.
+    """
     data = tensor.contiguous().flatten().view(torch.uint8)
-    data = torch.nn.functional.pad(data, (0, -len(data) % ALIGNMENT_BYTES))
-    return Checksum(data.device, len(data))(data)
+    if missing := -len(data) % 8:
+        data = torch.nn.functional.pad(data, (0, missing))
+    return (checksum or Checksum(data.device, len(data)))(data)
 
 
 @functools.cache
