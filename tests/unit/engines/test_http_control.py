@@ -66,6 +66,7 @@ REPLIES = (b"<html>back soon</html>", b"null", b"[]", b"{}", b'{"data": 3}')
 CASES = [(VllmControl, call, said) for call in CALLS for said in REPLIES]
 # Where SGLang's names are missing it is an old one.
 CASES += [(SglangControl, call, said) for call in CALLS for said in (REPLIES if call == "sampling" else REPLIES[:2])]
+CASES += [(VllmControl, "world size", b'{"world_size": 1e400}')]
 
 
 @pytest.mark.parametrize(("kind", "call", "said"), CASES)

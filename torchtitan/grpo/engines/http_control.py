@@ -300,6 +300,7 @@ class HttpControl:
             TypeError,
             LookupError,
             AttributeError,
+            OverflowError,
             RecursionError,
         ) as error:  # for example from a proxy in front of a lost server
             what = f"{type(error).__name__}: {error}"
