@@ -285,7 +285,10 @@ def test_no_array_of_a_bundle_is_sent_beside_its_message(columns: int, dtype: ty
         ids = np.full((1, columns), i, dtype=dtype)
         end = Reason.STOP if i == 199 else None
         step = [Entry("a", [i], Logprobs(ids, ids.astype(np.float32), ids[:, 0]), end)]
-        sizes += [e.new_logprobs.ids.nbytes for e in held.pass_through(0, step)]
+        sent = held.pass_through(0, step)
+        sizes += [e.new_logprobs.ids.nbytes for e in sent]
+        if alone > INLINE_BYTES / 2:  # of a whole vocabulary, lists would take 40 ms for each token
+            assert sent[0].new_logprobs.ids is ids
     assert max(sizes) < max(INLINE_BYTES, alone + 1)
     assert alone > INLINE_BYTES / 2 or max(sizes) > INLINE_BYTES / 2
 

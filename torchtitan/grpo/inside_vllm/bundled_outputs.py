@@ -223,7 +223,7 @@ class Bundles:
         if bundle.keep(entry, self._tokens):
             return None
         del self._bundles[request]
-        return bundle.into(entry)
+        return bundle.into(entry) if bundle.token_ids else entry
 
     def _plain(self, entry: Any) -> bool:
         try:
