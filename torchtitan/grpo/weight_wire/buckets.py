@@ -164,7 +164,8 @@ class Checksum:
 
     Each int64 word is multiplied by an odd factor that depends on its position, and the results are added with
     wraparound. An odd factor maps words one to one, so any change of a single word changes the sum. Factors that depend
-    on the position detect swapped words. The sum guards against torn, stale and misplaced bytes, not an adversary.
+    on the position detect swapped words. The sum guards against torn, stale and misplaced bytes, not an adversary: of
+    words that differ in their highest bit alone, it tells only whether their number is odd.
 
     On a GPU with Triton a kernel computes the same sum in one pass over memory.
     """
