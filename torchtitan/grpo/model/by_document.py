@@ -6,6 +6,7 @@ holds once is computed for each of its documents.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -39,9 +40,15 @@ def split_by_document(block: nn.Module) -> bool:
     """Let those layers of a block that have a convolution compute each document on its own. Whether it has one."""
     found = [m for m in block.modules() if any(isinstance(child, nn.Conv1d) for child in m.children())]
     for layer in found:
-        cls = type(layer)
-        layer.__class__ = type(cls.__name__, (ByDocument, cls), {"__module__": cls.__module__})
+        layer.__class__ = class_before(ByDocument, type(layer))
     return bool(found)
+
+
+@functools.cache
+def class_before(first: type, cls: type) -> Any:
+    """A class with the methods of `first` before those of `cls`. It is one for all blocks, or each would be compiled by
+    itself."""
+    return type(cls.__name__, (first, cls), {"__module__": cls.__module__})
 
 
 @contextlib.contextmanager

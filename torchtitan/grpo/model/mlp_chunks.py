@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.by_document import class_before
 
 NAMES = ("feed_forward", "mlp")
 """Of the layer in torchtitan's blocks, and in most of transformers'."""
@@ -31,14 +32,8 @@ def chunk_mlps(blocks: Iterable[nn.Module], tokens: int) -> None:
                 "[activation_checkpoint] mlp_chunk_tokens is for blocks with one feed-forward layer, which "
                 f"{type(block).__name__} has not: leave it out"
             )
-        layer, cls = layers[0], layers[0].__class__
-        layer.__class__, layer.chunk_tokens = _in_chunks(cls), tokens
-
-
-@functools.cache
-def _in_chunks(cls: type[nn.Module]) -> type[nn.Module]:
-    """One class for all blocks, or each would be compiled by itself."""
-    return type(cls.__name__, (_InChunks, cls), {"__module__": cls.__module__})
+        (layer,) = layers
+        layer.__class__, layer.chunk_tokens = class_before(_InChunks, type(layer)), tokens
 
 
 class _InChunks(nn.Module):
