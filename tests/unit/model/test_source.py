@@ -184,6 +184,8 @@ def test_a_folder_that_is_not_there():
         ({"num_key_value_heads": 3}, r"num_key_value_heads = 3.*must divide num_attention_heads = 4"),
         ({"head_dim": 15}, r"head_dim.*15"),
         ({"hidden_size": "wide"}, r"not a valid Qwen3Config.*hidden_size"),
+        ({"dtype": "float9"}, r"not a valid Qwen3Config.*float9"),
+        ({"id2label": []}, r"not a valid Qwen3Config"),
         ({"vocab_size": 0}, r"must be 1 or more"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, r"rope_type = 'yarn'"),
         ({"max_position_embeddings": 63}, r"seq_len = 64 is over this model's maximum of 63"),
