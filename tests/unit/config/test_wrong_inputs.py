@@ -760,6 +760,7 @@ LAUNCHED = {
     "no torchrun": ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is in the environment, but no RANK or MASTER_ADDR", "--dry_run"),
     "a rank's name": ({"RANK": "abc"}, "RANK=abc in the environment is no whole number", "torchrun"),
     "a number in words": ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment is no whole number"),
+    "no process": ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment is no whole number of 1 or more"),
     "left over": (
         {"RANK": "1", "WORLD_SIZE": "1"},
         "RANK=1 in the environment must be under WORLD_SIZE=1",

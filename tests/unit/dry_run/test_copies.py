@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.target import GPUS
-from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
+from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count, ranks_of_node
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.dry_run.memory import memory_bytes
 
@@ -83,10 +83,12 @@ def test_a_dry_run_is_told_its_nodes_and_says_what_it_chose(monkeypatch):
     assert " nodes\n" not in text and "data_parallel_replicate_degree = 1  # default 0" in text
 
 
-@pytest.mark.parametrize(("here", "nodes"), [("8", 2), ("16", 1), ("5", 1), ("0", 1), (None, 1)])
-def test_nodes_are_counted_by_torchruns_variables(here, nodes, monkeypatch):
+@pytest.mark.parametrize(
+    ("here", "ranks", "nodes"), [("8", 8, 2), ("16", 16, 1), ("32", 16, 1), ("5", 5, 1), ("0", 16, 1), (None, 16, 1)]
+)
+def test_nodes_are_counted_by_torchruns_variables(here, ranks, nodes, monkeypatch):
     if here:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
     else:
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert node_count(16) == nodes
+    assert ranks_of_node(16) == ranks and node_count(16) == nodes

@@ -304,7 +304,7 @@ def check_launch(dry_run: bool = False) -> None:
         dry_run: WORLD_SIZE may then stand alone: it is the number of processes that the dry run is about.
 
     Raises:
-        UserErrorOfAllRanks: One is no whole number, some are missing, or RANK is not under WORLD_SIZE.
+        UserErrorOfAllRanks: One is no such number, some are missing, or RANK is not under WORLD_SIZE.
     """
     needed = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *(("LOCAL_RANK",) if torch.cuda.is_available() else ())
     names = {*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
@@ -315,8 +315,11 @@ def check_launch(dry_run: bool = False) -> None:
         return
     start = "start the ranks by torchrun, or unset RANK and WORLD_SIZE for a run of one process"
     for name in sorted(given.keys() - {"MASTER_ADDR"}):
-        if not given[name].isdecimal():
-            raise UserErrorOfAllRanks(f"{name}={given[name]} in the environment is no whole number: {start}")
+        least = 1 if name.endswith("WORLD_SIZE") else 0
+        if not given[name].isdecimal() or int(given[name]) < least:
+            raise UserErrorOfAllRanks(
+                f"{name}={given[name]} in the environment is no whole number of {least} or more: {start}"
+            )
     rank, ranks = given.get("RANK"), given.get("WORLD_SIZE")
     if ranks and int(rank or 0) >= int(ranks):
         raise UserErrorOfAllRanks(f"RANK={rank or 0} in the environment must be under WORLD_SIZE={ranks}: {start}")

@@ -32,10 +32,15 @@ class Copies:
         return f"{many} on {ranks} rank{'s' * (ranks > 1)}: {self.why}"
 
 
+def ranks_of_node(world_size: int) -> int:
+    """How many of `world_size` ranks the first node has, by torchrun's LOCAL_WORLD_SIZE; all without it."""
+    return min(int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or world_size, world_size)
+
+
 def node_count(world_size: int) -> int:
-    """Nodes of `world_size` ranks by torchrun's LOCAL_WORLD_SIZE; 1 without it, or if nodes differ."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return world_size // here if here and world_size % here == 0 else 1
+    """Nodes of `world_size` ranks; 1 if nodes differ."""
+    here = ranks_of_node(world_size)
+    return 1 if world_size % here else world_size // here
 
 
 def choose_copies(

@@ -1,6 +1,5 @@
 """The text of `--dry_run`: what a run would do, without starting it."""
 
-import os
 from collections.abc import Sequence
 
 from torchtitan.config import JobConfig
@@ -12,7 +11,7 @@ from torchtitan.grpo.config.machine import planned_ranks
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, node_gpus_of, this_machine
-from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
+from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count, ranks_of_node
 from torchtitan.grpo.dry_run.memory import memory_bytes
 from torchtitan.grpo.dry_run.nodes import gpu_lines, host_lines
 from torchtitan.grpo.dry_run.shared_gpu import shared_gpu_lines
@@ -47,7 +46,7 @@ def describe(
     copies = choose_copies(config, world_size, nodes, target, job=job)
     given, config = config, changed(config, {"parallelism.data_parallel_replicate_degree": copies.degree})
     batch = batch_lines(config, world_size) if job == "grpo" else sft_batch_lines(config, world_size)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or world_size
+    ranks_here = ranks_of_node(world_size)
     comments = ["", *batch, "", *memory_lines(config, world_size, target, job, ranks_here), ""]
     if nodes > 1:
         comments[:0] = ["", f"{world_size} ranks on {nodes} nodes", f"  {copies.describe(world_size)}"]

@@ -27,7 +27,6 @@ def gpu_lines(config: JobConfig, world_size: int, ranks_here: int, target: Targe
     lines = [f"GPUs: {world_size + beside} in all{of_servers}{elsewhere}"]
     if config.ray.enable:
         return [*lines, "  on the nodes that Ray chooses"]
-    ranks_here = min(ranks_here, world_size)
     nodes = -(-world_size // ranks_here)
     each = " of each" if nodes > 1 else ""
     lines.append(f"  node {_span(range(nodes))}, GPU {_span(range(ranks_here))}{each}: rank {_span(range(world_size))}")
