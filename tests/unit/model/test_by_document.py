@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig
+from transformers import CONFIG_MAPPING, Gemma3TextConfig
 
-from tests.helpers.any_models import BY_DOCUMENT, save
+from tests.helpers.any_models import BY_DOCUMENT, SHAPE, save
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.by_document import ByDocument
 from torchtitan.grpo.model.documents import Documents
@@ -51,6 +51,17 @@ def test_blocks_without_attention_have_none_of_its_flops(tmp_path):
     with torch.device("meta"):
         model = source.build()
     assert TrainingFlops.of(model).windows == {0: 2}
+
+
+def test_a_class_without_a_model_of_one_block_is_taken(tmp_path):
+    CONFIG_MAPPING["olmo_hybrid"](**SHAPE, architectures=["OlmoHybridForCausalLM"]).save_pretrained(tmp_path)
+    assert resolve(tmp_path).model_args.uses.windows == {3: 0}
+
+
+def test_blocks_that_run_more_than_once_are_refused(tmp_path):
+    CONFIG_MAPPING["hrm_text"](**SHAPE, architectures=["HrmTextForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"num_hidden_layers = 32 .*its blocks are a list of 4, which runs more than"):
+        resolve(tmp_path)
 
 
 def test_a_window_has_the_flops_of_the_pairs_in_it():

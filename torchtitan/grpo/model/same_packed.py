@@ -98,6 +98,9 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
         raise Unsupported("architectures", [name], "of mixtures of experts only Qwen3MoeForCausalLM trains here")
     if not isinstance(output, nn.Linear) or output.bias is not None or output is not getattr(model.hf, "lm_head", None):
         raise Unsupported("architectures", [name], "its output layer is not one matrix with the name lm_head")
+    if len(model.layers) != config.num_hidden_layers:
+        why = f"its blocks are a list of {len(model.layers)}, which runs more than once"
+        raise Unsupported("num_hidden_layers", config.num_hidden_layers, why)
     lists = [
         value for value in config.to_dict().values() if isinstance(value, list) and len(value) == len(model.layers)
     ]

@@ -34,19 +34,18 @@ class TransformersArgs:
 
 
 class HfNames:
-    """The state-dict adapter of names that are Hugging Face's already (see `tied_embedding.TiedEmbedding`).
-
-    Attributes:
-        from_hf_map: Of linear layers in blocks, as torchtitan's adapters have it, with `model.layers` for the blocks.
-    """
+    """The state-dict adapter of names that are Hugging Face's already (see `tied_embedding.TiedEmbedding`)."""
 
     def __init__(self, model_args: TransformersArgs, hf_assets_path: str | None) -> None:
-        self.tied = model_args.enable_weight_tying
+        self.tied, self._args = model_args.enable_weight_tying, model_args
+
+    @property
+    def from_hf_map(self) -> dict[str, str]:
+        """Of linear layers in blocks, as torchtitan's adapters have it, with `model.layers` for the blocks."""
         with torch.device("meta"):
-            model = _build(dataclasses.replace(model_args, n_layers=1))
-        (block,) = model.layers.children()
+            (block,) = _build(dataclasses.replace(self._args, n_layers=1)).layers.children()
         linear = [path for path, module in block.named_modules() if isinstance(module, nn.Linear)]
-        self.from_hf_map = {f"model.layers.{{}}.{path}.weight": f"layers.{{}}.{path}.weight" for path in linear}
+        return {f"model.layers.{{}}.{path}.weight": f"layers.{{}}.{path}.weight" for path in linear}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         names = {name: name.removeprefix(PREFIX) for name in state_dict}
