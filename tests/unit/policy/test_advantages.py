@@ -1,3 +1,4 @@
+import math
 import statistics
 import sys
 
@@ -50,6 +51,13 @@ def test_an_answer_without_a_reward_is_no_part_of_its_group(baseline, divide_by_
     plain = group_advantages(GROUPS, baseline, divide_by_std)
     assert group_advantages(with_gaps, baseline, divide_by_std) == [[0.0, *group, 0.0] for group in plain]
     assert group_advantages([[None, 1.0, None], [None]], baseline, divide_by_std) == [[0.0] * 3, [0.0]]
+
+
+def test_a_reward_less_an_infinite_kl_makes_a_step_that_is_left_out():
+    """It is no fault of the baseline, which would be named."""
+    rewards = with_penalties([[1.0, 0.0], [1.0, 0.0]], [0.1, float("inf"), 0.0, 0.0])
+    bad, good = group_advantages(rewards, "mean", True)
+    assert all(map(math.isnan, bad)) and all(map(math.isfinite, good))
 
 
 def test_an_own_baseline_is_a_function_of_one_groups_rewards(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Groups of rewards -> advantages. Pure functions over plain floats."""
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -78,7 +79,8 @@ def group_advantages(
     standard deviation (n - 1, as in TRL) + 1e-4; Dr. GRPO (arXiv 2503.20783) does not divide. A group of one answer, or
     of equal rewards, gets exact zeros. Groups may differ in size; an empty one stays empty.
 
-    An answer whose reward is None counts in no mean, deviation or size of its group, and gets 0.
+    An answer whose reward is None counts in no mean, deviation or size of its group, and gets 0. A group with a reward
+    that is not finite gets NaN.
 
     Raises:
         UserError: A function of the user's own does not return a finite number for each reward.
@@ -90,6 +92,8 @@ def _one_group(group: Sequence[float | None], baseline: str, divide_by_std: bool
     if zero_variance(group):
         return [0.0] * len(group)
     rewards = np.array([reward for reward in group if reward is not None])
+    if not np.isfinite(rewards).all():  # less a KL that is not finite: `FiniteSteps` leaves the step out
+        return [math.nan] * len(group)
     advantages = np.asarray(named_baseline(baseline)(rewards.copy()), np.float64)
     if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
         raise UserError(

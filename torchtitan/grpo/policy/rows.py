@@ -29,7 +29,7 @@ class PackedSample:
 
     Attributes:
         advantage: Of the whole answer.
-        weight: Of each trained token in the step's global sum (`losses.token_weights`).
+        weight: Of each trained token in the step's global sum (`batch.token_weights`).
         sampler_logprobs: One per answer token. None means zeros, for supervised training.
         ages: One per answer token: version in training minus version that sampled it. Empty means zeros.
         loss_mask: One per answer token. False marks context that an environment gave, which is not trained. None
