@@ -79,20 +79,13 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
         target: The machine of the run; by default this one.
 
     Raises:
-        UserError: The model folder cannot be read.
+        UserError: The model folder cannot be read, or the model cannot do what the configuration asks for.
     """
     from torchtitan.grpo.model.flops import used
-    from torchtitan.grpo.model.replay import route_shape
-    from torchtitan.grpo.model.source import check_chunks, check_compiles, check_degrees, check_kernels, resolve_model
+    from torchtitan.grpo.model.source import check_model, resolve_model
 
-    source = resolve_model(config.model, config.training.seq_len, config.lora)
-    check_degrees(source, config.parallelism)
-    check_compiles(source, config)
-    check_chunks(source, config)
-    target = target or this_machine()
-    check_kernels(source, config, target.cuda)
-    if config.grpo.routing_replay:
-        route_shape(source.model_args)
+    source, target = resolve_model(config.model, config.training.seq_len, config.lora), target or this_machine()
+    check_model(source, config, target.cuda)
     with torch.device("meta"):
         model = source.build()
     rank = _Rank(config, world_size, source, model, target, job)

@@ -40,7 +40,7 @@ def split_by_document(block: nn.Module) -> bool:
     """Let those layers of a block that have a convolution compute each document on its own. Whether it has one."""
     found = [m for m in block.modules() if any(isinstance(child, nn.Conv1d) for child in m.children())]
     for layer in found:
-        layer.__class__ = class_before(ByDocument, type(layer))
+        layer.__class__ = class_before(ByDocument, layer.__class__)
     return bool(found)
 
 

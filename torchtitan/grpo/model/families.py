@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:  # these take seconds to import
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedConfig
 
@@ -53,6 +53,41 @@ class ModelArgs(Protocol):
     """Tokens; the length of the RoPE table."""
     enable_weight_tying: bool
     """Embedding and output are one parameter."""
+
+
+@dataclass
+class BlockUses:
+    """What the blocks of a model do with packed rows.
+
+    Attributes:
+        windows: Of each block that attends, by its number: the sliding window in tokens; 0: there is none.
+        beyond_kernels: What no kernel on CUDA has, in words; empty: nothing.
+        by_document: Some have layers that compute each document on its own (`by_document.py`).
+    """
+
+    windows: dict[int, int] = field(default_factory=dict)
+    beyond_kernels: str = ""
+    by_document: bool = False
+
+    @property
+    def window(self) -> int:
+        """The longest window; 0: there is none."""
+        return max(self.windows.values(), default=0)
+
+    def see(self, block: int, q: "Tensor", v: "Tensor", window: int, softcap: float) -> None:
+        """Attention of a block, which asks for this."""
+        self.windows[block] = window
+        asks = {
+            "a softcap of scores": bool(softcap),
+            "values of another width than queries": v.shape[-1] != q.shape[-1],
+            "heads wider than 256": q.shape[-1] > 256,
+        }
+        self.beyond_kernels = self.beyond_kernels or next((what for what, is_so in asks.items() if is_so), "")
+
+
+def uses_of(args: Any) -> BlockUses:
+    """What a model of these arguments does. One of torchtitan's has no windows, and kernels for all that it has."""
+    return getattr(args, "uses", BlockUses())
 
 
 class Unsupported(Exception):

@@ -5,7 +5,6 @@ All else is the class's own code: nothing here knows a model. Whether that is ri
 finds out.
 """
 
-import dataclasses
 from typing import Any, cast
 
 import torch
@@ -18,41 +17,11 @@ from torchtitan.grpo.model.by_document import split_by_document
 from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.document_attention import attend
 from torchtitan.grpo.model.documents import Documents
-from torchtitan.grpo.model.families import Unsupported, logit_rule
+from torchtitan.grpo.model.families import BlockUses, Unsupported, logit_rule
 
 ATTENTION = "torchtitan_grpo_documents"
 PREFIX = "hf."
 """Parameters have Hugging Face's names behind it."""
-
-
-@dataclasses.dataclass
-class BlockUses:
-    """What the blocks of a model do with packed rows.
-
-    Attributes:
-        windows: Of each block that attends, by its number: the sliding window in tokens; 0: there is none.
-        beyond_kernels: What no kernel on CUDA has, in words; empty: nothing.
-        by_document: Some have layers that compute each document on its own (`by_document.py`).
-    """
-
-    windows: dict[int, int] = dataclasses.field(default_factory=dict)
-    beyond_kernels: str = ""
-    by_document: bool = False
-
-    @property
-    def window(self) -> int:
-        """The longest window; 0: there is none."""
-        return max(self.windows.values(), default=0)
-
-    def see(self, block: int, q: Tensor, v: Tensor, window: int, softcap: float) -> None:
-        """Attention of a block, which asks for this."""
-        self.windows[block] = window
-        asks = {
-            "a softcap of scores": bool(softcap),
-            "values of another width than queries": v.shape[-1] != q.shape[-1],
-            "heads wider than 256": q.shape[-1] > 256,
-        }
-        self.beyond_kernels = self.beyond_kernels or next((what for what, is_so in asks.items() if is_so), "")
 
 
 class TransformersModel(nn.Module):

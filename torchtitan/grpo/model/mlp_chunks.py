@@ -33,7 +33,7 @@ def chunk_mlps(blocks: Iterable[nn.Module], tokens: int) -> None:
                 f"{type(block).__name__} has not: leave it out"
             )
         (layer,) = layers
-        layer.__class__, layer.chunk_tokens = class_before(_InChunks, type(layer)), tokens
+        layer.__class__, layer.chunk_tokens = class_before(_InChunks, layer.__class__), tokens
 
 
 class _InChunks(nn.Module):

@@ -25,6 +25,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.grpo.config.batch import ranks_of_a_row, row_tokens
 from torchtitan.grpo.host_memory.block_inputs import BlockInputs
 from torchtitan.grpo.model.context_parallel import ContextParallel
+from torchtitan.grpo.model.families import uses_of
 from torchtitan.grpo.model.flash_attention import choose_attention
 from torchtitan.grpo.model.flash_operator import KEPT_BY_SELECTIVE_CHECKPOINTING
 from torchtitan.grpo.model.lora import add_adapters, init_adapters
@@ -169,8 +170,7 @@ def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, devic
     args: Any = source.model_args
     split = dims.tp * dims.cp
     heads, kv_heads = args.n_heads // split, max(1, args.n_kv_heads // split)
-    uses = getattr(args, "uses", None)  # of models of transformers
-    window = 0 if uses is None else uses.window
+    window = uses_of(args).window
     return choose_attention(config.training.flash_attention, device, heads, kv_heads, args.head_dim, window)
 
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from torchtitan.grpo.model.by_document import plain_functions
 from torchtitan.grpo.model.documents import Documents
-from torchtitan.grpo.model.families import Unsupported
-from torchtitan.grpo.model.hf_model import PREFIX, BlockUses, TransformersModel, with_layers
+from torchtitan.grpo.model.families import BlockUses, Unsupported
+from torchtitan.grpo.model.hf_model import PREFIX, TransformersModel, with_layers
 from torchtitan.grpo.model.logprobs import token_logprobs
 
 LENGTHS = (13, 1, 29, 7)

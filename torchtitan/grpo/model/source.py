@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
-from torchtitan.grpo.model.families import MODEL_TYPES, Family, ModelArgs, get_family
+from torchtitan.grpo.model.families import MODEL_TYPES, Family, ModelArgs, get_family, uses_of
 from torchtitan.grpo.model.finite import bad_weights
 from torchtitan.grpo.model.hf_config import from_folder, served_positions
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
@@ -112,7 +112,7 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
     args = dataclasses.replace(args, max_seq_len=seq_len, **family.of_packed_rows)
     adapter, lora = family.adapter_cls(args, None), None
     if lora_cfg is not None and lora_cfg.enable:
-        if getattr(getattr(args, "uses", None), "by_document", False):
+        if uses_of(args).by_document:
             raise UserError(
                 f"[lora] enable = true: {hf_config['architectures'][0]} has layers that run along a document "
                 "(convolutions, recurrent states), and adapters of those are not built. Set [lora] enable = false"
@@ -140,10 +140,7 @@ def resolve_and_check(config: Any) -> ModelSource:
     """`resolve_for_run`, and what is checked before anything is started: parallelism, and the folder's weights with
     `[model] weights = "hf"`."""
     source = resolve_for_run(config)
-    check_degrees(source, config.parallelism)
-    check_compiles(source, config)
-    check_chunks(source, config)
-    check_kernels(source, config, torch.cuda.is_available())
+    check_model(source, config, torch.cuda.is_available())
     if config.grpo.routing_replay:
         source = dataclasses.replace(source, routes=route_shape(source.model_args))
     if config.model.weights == "hf":
@@ -151,12 +148,28 @@ def resolve_and_check(config: Any) -> ModelSource:
     return source
 
 
-def check_compiles(source: ModelSource, config: Any) -> None:
-    """Raises a UserError if `[compile]` has no kernels for this model's experts."""
-    if source.has_experts and config.compile.enable and config.training.mixed_precision_param == "float32":
+def check_model(source: ModelSource, config: Any, cuda: bool) -> None:
+    """Raises a UserError if the configuration asks for what this model or its kernels cannot do.
+
+    Args:
+        cuda: The run computes on GPUs.
+    """
+    check_degrees(source, config.parallelism)
+    check_chunks(source, config)
+    if config.grpo.routing_replay:
+        route_shape(source.model_args)
+    computed = config.training.mixed_precision_param
+    if source.has_experts and config.compile.enable and computed == "float32":
         raise UserError(
             "[compile] enable = true: a mixture of experts compiles in bfloat16 only. Set [training] "
             'mixed_precision_param = "bfloat16"'
+        )
+    beyond_kernels = uses_of(source.model_args).beyond_kernels
+    if beyond_kernels and cuda and computed != "float32":
+        raise UserError(
+            f'[training] mixed_precision_param = "{computed}": this model has {beyond_kernels}, and no attention '
+            'kernel here computes that on a GPU. "float32" does without kernels, and is slow and takes memory for the '
+            "square of a document's length"
         )
 
 
@@ -170,17 +183,6 @@ def check_chunks(source: ModelSource, config: Any) -> None:
             )
         with torch.device("meta"):
             chunk_mlps(source.build().layers.children(), tokens)
-
-
-def check_kernels(source: ModelSource, config: Any, cuda: bool) -> None:
-    """Raises a UserError if the model needs attention on CUDA that no kernel here computes."""
-    uses = getattr(source.model_args, "uses", None)  # of models of transformers
-    if uses is not None and uses.beyond_kernels and cuda and config.training.mixed_precision_param != "float32":
-        raise UserError(
-            f'[training] mixed_precision_param = "{config.training.mixed_precision_param}": this model has '
-            f'{uses.beyond_kernels}, and no attention kernel here computes that on a GPU. "float32" does without '
-            "kernels, and is slow and takes memory for the square of a document's length"
-        )
 
 
 def check_degrees(source: ModelSource, parallelism: Any) -> None:
@@ -226,7 +228,7 @@ def _check_context(source: ModelSource, degree: int) -> None:
     start = f"[parallelism] context_parallel_degree = {degree}"
     if source.has_experts:
         raise UserError(f"{start}: rows of a mixture of experts are not split. Set it to 1")
-    if getattr(getattr(args, "uses", None), "by_document", False):
+    if uses_of(args).by_document:
         raise UserError(f"{start}: this model has layers that run along a document as a whole. Set it to 1")
     heads, kv_heads = args.n_heads, args.n_kv_heads
     if heads % degree or (kv_heads % degree and degree % kv_heads):

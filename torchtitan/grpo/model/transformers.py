@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from torchtitan.grpo.model import qwen2
-from torchtitan.grpo.model.families import Family, Unsupported
-from torchtitan.grpo.model.hf_model import PREFIX, BlockUses, TransformersModel, with_layers
+from torchtitan.grpo.model.families import BlockUses, Family, Unsupported
+from torchtitan.grpo.model.hf_model import PREFIX, TransformersModel, with_layers
 from torchtitan.grpo.model.same_packed import block_uses
 
 
