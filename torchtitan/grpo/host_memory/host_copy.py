@@ -1,6 +1,7 @@
 """A copy of a run's state in host memory: training goes on while it is written."""
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -8,9 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchtitan.grpo.host_memory.pinned import CopyStream, local_tensor, page_lock
-
-_ALIGN = 512
+from torchtitan.grpo.host_memory.pinned import ALIGN, CopyStream, local_tensor, page_lock
 
 
 class HostCopy:
@@ -81,9 +80,7 @@ class HostCopy:
             return
         self._layout, self._targets = [], []
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in layout]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+        starts = [0, *accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
         self._memory = torch.empty(0, dtype=torch.uint8)  # the old block goes first
         self._memory = torch.empty(starts[-1], dtype=torch.uint8)
         if self._pinned:

@@ -22,7 +22,8 @@ _CHUNK_BYTES = 1 << 29
 """Pinned memory is allocated in pieces of this size. torch rounds each piece up to a power of two, which could double
 the size of a large one."""
 
-_ALIGN = 512  # the CUDA allocator's own rounding: together, tensors take no more memory than alone
+ALIGN = 512
+"""Bytes. The CUDA allocator's own rounding: together, tensors take no more memory than alone."""
 
 
 class CopyStream:
@@ -194,7 +195,7 @@ def put_together(tensors: Sequence[Tensor], flat_bytes: int = FLAT_BYTES) -> lis
             groups.append([])
             filled = 0
         groups[-1].append((tensor, filled))
-        filled += -(-size // _ALIGN) * _ALIGN
+        filled += -(-size // ALIGN) * ALIGN
     storages = []
     for group in groups:
         last, offset = group[-1]

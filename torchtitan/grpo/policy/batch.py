@@ -13,6 +13,8 @@ from torchtitan.grpo.policy.advantages import overlong_penalty, zero_variance
 from torchtitan.grpo.policy.distillation import teacher_advantages
 from torchtitan.grpo.policy.rows import PackedSample
 
+NO_TEACHER = Distill()
+
 
 def split(n: int, parts: int) -> list[range]:
     """0..n-1 in `parts` consecutive ranges whose lengths differ by at most 1."""
@@ -30,23 +32,19 @@ def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float |
     )
 
 
-def has_signal(group: Group, grpo: Grpo, max_answer_tokens: int, distill: Distill | None = None) -> bool:
+def has_signal(group: Group, grpo: Grpo, max_answer_tokens: int, distill: Distill = NO_TEACHER) -> bool:
     """Whether the group's rewards differ, or a teacher of this run scored it. Else its advantages are zero.
 
     A KL that is subtracted later makes advantages of equal rewards too, but is not asked: it says nothing of the task.
     """
     taught = [sample for sample in group if sample.teacher_logprobs is not None and sample.reward is not None]
-    if taught and _has_teacher(distill):
+    # Recorded samples, and groups from before a resume, may have scores of a teacher that this run has not.
+    if taught and distill.teacher_urls:
         return True
     return not zero_variance([shaped_reward(sample, grpo, max_answer_tokens) for sample in group])
 
 
-def _has_teacher(distill: Distill | None) -> bool:
-    """Recorded samples, and groups from before a resume, may have scores of a teacher that this run has not."""
-    return distill is not None and bool(distill.teacher_urls)
-
-
-def counted_samples(group: Group, grpo: Grpo, max_answer_tokens: int, distill: Distill | None = None) -> list[bool]:
+def counted_samples(group: Group, grpo: Grpo, max_answer_tokens: int, distill: Distill = NO_TEACHER) -> list[bool]:
     """Which samples enter the loss and its normaliser.
 
     Those without a reward do not, nor aborted ones, nor truncated ones if they are filtered.
@@ -64,7 +62,7 @@ def training_samples(
     grpo: Grpo,
     max_answer_tokens: int,
     servers_of: Callable[[Sample], list[int] | np.ndarray] = lambda sample: [],
-    distill: Distill | None = None,
+    distill: Distill = NO_TEACHER,
     totals: tuple[int, int] | None = None,
 ) -> list[PackedSample]:
     """One minibatch's answers, ready to pack.
@@ -73,11 +71,11 @@ def training_samples(
         advantages: By group and sample.
         version: Of the weights that are trained; a token's age is this minus the version that sampled it.
         servers_of: Each token's `PackedSample.servers`.
-        distill: How a teacher's scores, where there are any, become advantages. None, or without a teacher: not at all.
+        distill: How a teacher's scores, where there are any, become advantages.
         totals: Answers and tokens that enter the loss, if others have some of the minibatch; see `counted_totals`.
     """
-    distill = distill if _has_teacher(distill) else None
-    likeliest = distill.top_k if distill else grpo.score_centering
+    likeliest = distill.top_k if distill.teacher_urls else grpo.score_centering
+    adds_scores = distill.teacher_urls and not distill.top_k
     answers = [(s, a) for group, own in zip(groups, advantages, strict=True) for s, a in zip(group, own, strict=True)]
     weights = token_weights(
         [sample.sampled_tokens for sample, _ in answers],
@@ -96,7 +94,7 @@ def training_samples(
             version - as_array(sample.versions, np.int32),
             sample.loss_mask,
             servers_of(sample),
-            teacher_advantages(sample, distill.coef) if distill and not distill.top_k else [],
+            teacher_advantages(sample, distill.coef) if adds_scores else [],
             sample.routes if grpo.routing_replay else None,
             sample.top if sample.top and sample.top.ids.shape[1] == likeliest else None,
             sample.kept,
@@ -107,10 +105,9 @@ def training_samples(
 
 
 def counted_totals(
-    groups: Sequence[Group], grpo: Grpo, max_answer_tokens: int, distill: Distill | None = None
+    groups: Sequence[Group], grpo: Grpo, max_answer_tokens: int, distill: Distill = NO_TEACHER
 ) -> tuple[int, int]:
     """Answers that enter the loss, and their tokens: what normalises it."""
-    distill = distill if _has_teacher(distill) else None
     lengths = [
         sample.sampled_tokens
         for group in groups

@@ -60,10 +60,10 @@ def pack(
     lengths = {i: tokens for i, sample in enumerate(samples) if (tokens := sample.document_tokens)}
     groups = groups_by_prompt(samples, lengths) if share_prompts else [Part([i], 0) for i in lengths]
     rows = assign(groups, lengths, budget_tokens, num_ranks, pad_multiple, attention_tokens)
-    turns, layout = len(rows) // num_ranks, _layout(samples)
+    turns, no_routes = len(rows) // num_ranks, _no_routes(samples)
     k = max((sample.top.ids.shape[1] for sample in samples if sample.top is not None), default=0)
     return [
-        [_build(samples, rows[turn * num_ranks + rank], pad_multiple, layout, k) for turn in range(turns)]
+        [_build(samples, rows[turn * num_ranks + rank], pad_multiple, no_routes, k) for turn in range(turns)]
         for rank in range(num_ranks)
     ]
 
@@ -147,12 +147,14 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
 
 
 def _build(
-    samples: list[PackedSample], parts: list[list[int]], pad_multiple: int, layout: np.ndarray | None, top_k: int
+    samples: list[PackedSample], parts: list[list[int]], pad_multiple: int, no_routes: np.ndarray | None, top_k: int
 ) -> PackedRow:
     """Lay the samples of one row end to end and pad; an empty row is `pad_multiple` tokens of padding.
 
     Args:
         parts: Samples with one prompt in each, which the first one's document has.
+        no_routes: From `_no_routes`.
+        top_k: Most likeliest tokens that a sample has at a position.
     """
     row = [i for part in parts for i in part]
     laid = [samples[i] for i in row]
@@ -214,8 +216,8 @@ def _build(
         terms = (s.token_advantages or [0.0] * end for s, end in zip(laid, ends, strict=True))
         sums = ([s.advantage + a for a in own] for s, own in zip(laid, terms, strict=True))
         result.token_advantages = laid_out(sums, np.float32)
-    if layout is not None:
-        result.routes = _routes(laid, skips, documents, total, layout)
+    if no_routes is not None:
+        result.routes = _routes(laid, skips, documents, total, no_routes)
     if top_k:
         tops = [s.top or TopTokens.none(end, top_k) for s, end in zip(laid, ends, strict=True)]
         none = TopTokens.none(0, top_k)
@@ -229,16 +231,16 @@ def _build(
     return result
 
 
-def _layout(samples: list[PackedSample]) -> np.ndarray | None:
+def _no_routes(samples: list[PackedSample]) -> np.ndarray | None:
     """An empty array with the layers, top_k and dtype of the samples' routes; None if none has any."""
     return next((s.routes[:0] for s in samples if s.routes is not None), None)
 
 
 def _routes(
-    laid: list[PackedSample], skips: list[int], documents: np.ndarray, total: int, layout: np.ndarray
+    laid: list[PackedSample], skips: list[int], documents: np.ndarray, total: int, no_routes: np.ndarray
 ) -> np.ndarray:
     """The row's routes; free where a sample has none, and on padding."""
-    routes = np.full((total, *layout.shape[1:]), free(layout.dtype), layout.dtype)
+    routes = np.full((total, *no_routes.shape[1:]), free(no_routes.dtype), no_routes.dtype)
     end = 0
     for sample, skip, length in zip(laid, skips, documents.tolist(), strict=True):
         start, end = end, end + length
