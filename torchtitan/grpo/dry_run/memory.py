@@ -11,7 +11,6 @@ at 4B (73.0 measured) and 91.5 at 8B on two GPUs (83.5 measured). That takes 20 
 makes four more copies of what is trained. Snapshots and buckets are not in a model's step.
 """
 
-import inspect
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,9 +24,11 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import Target, this_machine
 from torchtitan.grpo.dry_run.activations import block_activations, kept_activations
 from torchtitan.grpo.dry_run.measured import measured_activations
+from torchtitan.grpo.model.logprobs import CHUNK_TOKENS
 from torchtitan.grpo.model.lora import adapter_parameters
 from torchtitan.grpo.policy.assignment import MOST_COPIES
 from torchtitan.grpo.policy.gradients import reduces_once
+from torchtitan.grpo.weight_wire.buckets import NUM_BUFFERS, bucket_bytes
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
     from torchtitan.grpo.model.source import ModelSource
@@ -195,9 +196,10 @@ class _Rank:
         }
         if not self.publishes:
             return parts
+        buckets = NUM_BUFFERS * bucket_bytes(self.target.memory_bytes, sync.buffer_memory_ratio)  # in flight, at most
         return parts | {
             "snapshots": self.trained_here * sent * (2 if sync.async_weight_update else 1),
-            "buckets, at most": min(_bucket_share(self.config, self.target), self.published * sent),
+            "buckets, at most": min(buckets, self.published * sent),
         }
 
     def logprobs_backward(self) -> Parts:
@@ -338,7 +340,7 @@ class _Rank:
 
     def _kept_logits(self) -> int:
         """Whole chunks that fit into `[training] kept_logits_mib`, if every token is an answer token."""
-        chunk = min(_chunk_tokens(), self.tokens) * self.vocabulary * self.logit
+        chunk = min(CHUNK_TOKENS, self.tokens) * self.vocabulary * self.logit
         room = self.config.training.kept_logits_mib << 20
         return min(room // chunk * chunk, self.tokens * self.vocabulary * self.logit)
 
@@ -352,7 +354,7 @@ class _Rank:
         else:
             terms = self.config.grpo.entropy_coef or likeliest
             each += 4 * (5 if backward and terms else 4)
-        chunk, kept = min(_chunk_tokens(), self.tokens), self.config.rollout.top_k
+        chunk, kept = min(CHUNK_TOKENS, self.tokens), self.config.rollout.top_k
         likeliest_bytes = self.tokens * likeliest * TOP_TOKEN_BYTES
         return chunk * (self.vocabulary * each + kept * KEPT_TOKEN_BYTES) + self.tokens * kept * 4 + likeliest_bytes
 
@@ -369,16 +371,3 @@ def _document_copies(config: JobConfig, job: Job) -> float:
 def sent_bytes(config: JobConfig, target: Target) -> int:
     """Bytes per parameter of a weight update."""
     return {"float32": 4, "bfloat16": 2, "auto": 2 if target.cuda else 4}[config.weight_sync.dtype]
-
-
-def _bucket_share(config: JobConfig, target: Target) -> int:
-    """Upper bound in bytes for all buckets in flight."""
-    from torchtitan.grpo.weight_wire.buckets import NUM_BUFFERS, bucket_bytes
-
-    return NUM_BUFFERS * bucket_bytes(target.memory_bytes, config.weight_sync.buffer_memory_ratio)
-
-
-def _chunk_tokens() -> int:
-    from torchtitan.grpo.model.logprobs import token_logprobs
-
-    return inspect.signature(token_logprobs).parameters["chunk_tokens"].default

@@ -138,7 +138,8 @@ class Family:
 
 
 def logit_rule(config: Any) -> tuple[float, float]:
-    """What transformers does to logits before they are log-probabilities: a factor, then softcap * tanh(l / softcap).
+    """What transformers does to logits before they are log-probabilities: a factor, or softcap * tanh(l / softcap). No
+    class of it has both.
 
     A rule that is missing here shows when a class is compared with itself (`same_packed.py`).
 

@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.grpo.policy.microbatch import Kept
 
+CHUNK_TOKENS = 1024
+"""Rows of logits that exist at a time."""
+
 CUT = -1e30
 """The logit of a token that the sampler could not draw. It has probability 0, and unlike -inf no gradient of NaN."""
 
@@ -28,7 +31,7 @@ def token_logprobs(
     targets: Tensor,
     temperature: float,
     *,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
     mesh: DeviceMesh | None = None,
     compile: bool = False,
     kept_bytes: int = 0,
