@@ -104,10 +104,10 @@ def block_activations(
         at_attention = min(gradients, 2 * query + of_keys - gated)
         gradients = max(gradients, at_attention + (copies - 1) * of_keys)
     if has_experts:
-        of_experts = _experts(args, itemsize, compiled, frozen=lora is not None)
-        saved += of_experts.saved
-        matmuls += of_experts.matmuls / itemsize
-        gradients += of_experts.gradients / itemsize
+        saved_by_experts, products, of_rows = _experts(args, itemsize, compiled, frozen=lora is not None)
+        saved += saved_by_experts
+        matmuls += products
+        gradients += of_rows
     return BlockActivations(
         input=int(tokens * residual * itemsize),
         selected=int(tokens * (selected * itemsize + log_sum_exp)),
@@ -117,17 +117,18 @@ def block_activations(
     )
 
 
-def _experts(args: Any, itemsize: int, compiled: bool, frozen: bool) -> BlockActivations:
-    """Bytes of one token in the router and its experts, beside their input."""
+def _experts(args: Any, itemsize: int, compiled: bool, frozen: bool) -> tuple[int, int, int]:
+    """Of one token in the router and its experts, beside their input: bytes that are saved, and elements of matrix
+    products and of gradients."""
     moe, width = args.moe_args, args.moe_inter_dim
     scores = 4 * moe.num_experts + (4 + 3 * 8 + 4) * moe.top_k  # float32; weights twice, int64 choices and two orders
     # Of each expert, for gradients of its weights: its input and the gated product. For those of its input: w1 and w3;
     # an uncompiled block keeps both in float32, and two more products.
     inputs = 0 if frozen else args.dim + width
     saved = moe.top_k * (inputs * itemsize + (2 * itemsize if compiled else 4 * 4) * width) + scores
-    outputs = moe.top_k * (2 * width + (0 if compiled else args.dim)) + moe.num_experts
+    products = moe.top_k * (2 * width + (0 if compiled else args.dim)) + moe.num_experts
     gradients = moe.top_k * (2 * args.dim + width)  # of the inputs through w1 and w3, before they are added
-    return BlockActivations(0, 0, outputs * itemsize, saved, gradients * itemsize)
+    return saved, products, gradients
 
 
 def kept_activations(config: JobConfig, block: BlockActivations, layers: int) -> tuple[int, int]:

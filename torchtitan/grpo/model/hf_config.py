@@ -32,7 +32,7 @@ def from_folder(folder: Path, implementation: str = "auto") -> tuple[str, ModelA
     Raises:
         UserError: The file is missing or broken, or describes what does not train here.
     """
-    where = f"{folder / 'config.json'}"
+    where = str(folder / "config.json")
     raw = read_json(folder / "config.json")
     if has_other_parts(raw):
         raw, config = _language_model(raw, where)

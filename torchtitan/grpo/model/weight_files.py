@@ -102,25 +102,8 @@ def check_headers(files: list[WeightFile], expected: dict[str, tuple[int, ...]],
     Raises:
         UserError: A file is missing or broken; a tensor is missing, left over, of another shape, or not of floats.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, str] = {}
-    missing_files = [file.name for file in files if not file.path.is_file()]
-    broken = [f"missing: {_some(missing_files)} (model.safetensors.index.json names them)"] if missing_files else []
-    for each in files:
-        if each.name in missing_files:
-            continue
-        try:
-            with each as file:
-                slices = {name: file.get_slice(name) for name in file.names}
-                found |= {name: tuple(each.get_shape()) for name, each in slices.items()}
-                dtypes |= {name: each.get_dtype() for name, each in slices.items() if name in expected}
-        except (SafetensorError, OSError) as error:
-            broken.append(f"{each.name} is truncated or not a safetensors file ({error})")
-    if broken:
-        raise UserError(
-            f"[model] hf_assets_path: the weights in {folder} are torn: {'; '.join(broken[:8])}. Download them again"
-        )
-    packed = [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
+    found, dtypes = _headers(files, folder)
+    packed = [f"{name} {kind}" for name, kind in dtypes.items() if name in expected and kind not in FLOATS]
     if packed:
         raise UserError(
             f"[model] hf_assets_path: the weights in {folder} are quantised, and training needs those in {FLOATS[0]}, "
@@ -147,6 +130,33 @@ def check_headers(files: list[WeightFile], expected: dict[str, tuple[int, ...]],
             f"the tensors in {folder} do not fit the model that [model] describes; {'; '.join(problems)}. "
             "config.json and the weights must be of the same model (tie_word_embeddings and sizes included)"
         )
+
+
+def _headers(files: list[WeightFile], folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shape and dtype of each tensor.
+
+    Raises:
+        UserError: A file is missing or broken.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
+    missing = [file.name for file in files if not file.path.is_file()]
+    broken = [f"missing: {_some(missing)} (model.safetensors.index.json names them)"] if missing else []
+    for each in files:
+        if each.name in missing:
+            continue
+        try:
+            with each as file:
+                for name in file.names:
+                    header = file.get_slice(name)
+                    shapes[name], dtypes[name] = tuple(header.get_shape()), header.get_dtype()
+        except (SafetensorError, OSError) as error:
+            broken.append(f"{each.name} is truncated or not a safetensors file ({error})")
+    if broken:
+        raise UserError(
+            f"[model] hf_assets_path: the weights in {folder} are torn: {'; '.join(broken[:8])}. Download them again"
+        )
+    return shapes, dtypes
 
 
 def _some(names: list[str], limit: int = 8) -> str:
