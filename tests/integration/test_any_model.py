@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch._dynamo.testing import CompileCounter
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.any_models import BY_DOCUMENT, KINDS, SHAPE, save
@@ -25,7 +26,9 @@ from tests.integration.test_parallel_parity import WAY
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model import document_attention
+from torchtitan.grpo.model.lora import add_adapters
 from torchtitan.grpo.model.packed import make_packed
+from torchtitan.grpo.model.peft_folder import adapter_state, gather_adapter, write_adapter
 from torchtitan.grpo.model.source import ModelSource, gather_hf, load_hf_weights, resolve_model, write_hf
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -110,17 +113,22 @@ WITH_VISION: dict[str, dict] = {
 """model_type of a model with a vision tower: what its config has beside its `text_config`."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix"), [*((kind, "") for kind in WITH_VISION), ("gemma3", "model.language_model.")]
-)
-def test_a_model_that_sees_trains_as_its_language_model(kind, prefix, tmp_path):
-    """It computes what the whole model does of text. What is exported is the language model alone."""
+def save_with_vision(kind: str, folder: Path) -> PreTrainedModel:
     torch.manual_seed(1)
     text = {"llava": "llama", "mistral3": "mistral"}.get(kind, f"{kind}_text")
     own = SHAPE | KINDS[text] | {"model_type": text, "sliding_window": None if kind == "mistral3" else 8}
     config = CONFIG_MAPPING[kind](text_config=own, **WITH_VISION[kind])
     reference = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    reference.save_pretrained(tmp_path)
+    reference.save_pretrained(folder)
+    return reference
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [*((kind, "") for kind in WITH_VISION), ("gemma3", "model.language_model.")]
+)
+def test_a_model_that_sees_trains_as_its_language_model(kind, prefix, tmp_path):
+    """It computes what the whole model does of text. What is exported is the language model alone."""
+    reference = save_with_vision(kind, tmp_path)
     if prefix:  # as other releases of transformers name them
         tensors = load_file(tmp_path / "model.safetensors")
         tensors = {name.replace("language_model.model.", prefix): value for name, value in tensors.items()}
@@ -141,6 +149,28 @@ def test_a_model_that_sees_trains_as_its_language_model(kind, prefix, tmp_path):
     assert source.hf_config["architectures"] == [type(again).__name__] and "vision_config" not in source.hf_config
     found = torch.cat([alone(again.eval(), batch[i])[0] for i in row.samples.tolist()])
     torch.testing.assert_close(found, theirs, atol=1e-5, rtol=0)
+
+
+def test_adapters_of_a_model_that_sees_are_those_of_its_language_model_within(tmp_path):
+    """As the model card loads them. `peft` says in a warning alone that it has taken none."""
+    save_with_vision("gemma3", tmp_path / "base")
+    lora = SimpleNamespace(enable=True, rank=4, alpha=8.0, target_modules=["all-linear"])
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(tmp_path / "base"), weights="hf"), 128, lora)
+    with torch.device("meta"):
+        model = source.build()
+    add_adapters(model, source.lora, torch.float32)
+    model.to_empty(device="cpu")
+    load_hf_weights(model, source, tmp_path / "base")
+    with torch.no_grad():
+        for adapter in adapter_state(model).values():
+            adapter.normal_()
+    write_adapter(gather_adapter(model), source, tmp_path / "adapter", torch.float32)
+
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
+    assert not [name for name, _ in loaded.named_parameters() if "lora_" in name and "vision" in name]
+    theirs = loaded.merge_and_unload().state_dict()
+    for name, value in gather_hf(model, source, torch.float32).items():
+        torch.testing.assert_close(value, theirs[f"model.language_{name}"], msg=lambda m, n=name: f"{n}: {m}")
 
 
 # Blocks are compiled as a whole, but for those with a layer by document, which is not compiled.

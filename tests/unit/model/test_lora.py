@@ -155,6 +155,6 @@ def test_a_base_is_known_by_every_weight_and_its_adapters_by_their_keys():
 def test_an_adapter_names_its_base_by_the_hubs_id_and_no_path_of_the_cache(is_cached, tmp_path, monkeypatch):
     monkeypatch.setattr("torchtitan.grpo.config.hub._cache", lambda: str(tmp_path))
     folder = tmp_path / f"models--alice--tiny/snapshots/{'a' * 40}" if is_cached else tmp_path / "a@b" / "tiny"
-    config = adapter_config(SimpleNamespace(lora=resolve(["q_proj"]).lora, folder=folder))
+    config = adapter_config(SimpleNamespace(lora=resolve(["q_proj"]).lora, folder=folder, is_part=False))
     expected = ("alice/tiny", "a" * 40) if is_cached else (str(folder), None)
     assert (config["base_model_name_or_path"], config.get("revision")) == expected

@@ -19,6 +19,9 @@ from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.model.families import FAMILIES, GENERAL, MODEL_TYPES, ModelArgs, Unsupported, get_family
 from torchtitan.tools.logging import logger
 
+LANGUAGE_MODEL = "model.language_model."
+"""Where transformers has the language model of a model with other parts."""
+
 
 def from_folder(folder: Path, implementation: str = "auto") -> tuple[str, ModelArgs, dict[str, Any]]:
     """Read the model that `folder`/config.json describes, or its language model if it has other parts.

@@ -4,6 +4,7 @@ The folder has adapter_config.json and adapter_model.safetensors.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from torchtitan.grpo.config.hub import named
+from torchtitan.grpo.model.hf_config import LANGUAGE_MODEL
 from torchtitan.grpo.model.lora import PeftNames, is_adapter
 from torchtitan.grpo.model.shards import whole
 from torchtitan.grpo.model.source import ModelSource, share
-from torchtitan.grpo.weight_wire.adapters import peft_config
+from torchtitan.grpo.weight_wire.adapters import PREFIX, peft_config
 from torchtitan.grpo.weight_wire.buckets import checksum_of, combine_checksums
 
 
@@ -49,6 +51,9 @@ def write_adapter(tensors: Mapping[str, Tensor], source: ModelSource, folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     names = PeftNames(source.adapter, {name: value.shape for name, value in tensors.items()})
     content = {name: value.to(dtype).contiguous() for name, value in names.convert(tensors).items()}
+    if source.is_part:  # `peft` would take no tensor without its name in the base, and say so in a warning alone
+        own, of_base = f"{PREFIX}model.", PREFIX + LANGUAGE_MODEL
+        content = {name.replace(own, of_base, 1): value for name, value in content.items()}
     save_file(content, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     text = json.dumps(adapter_config(source), indent=2)
     (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
@@ -65,4 +70,6 @@ def adapter_config(source: ModelSource) -> dict[str, object]:
     if base != folder:
         base, _, revision = base.rpartition("@")
     config = peft_config(lora.rank, lora.alpha, lora.layers, base)
+    if source.is_part:  # other parts have layers with the same names
+        config["target_modules"] = rf"{re.escape(LANGUAGE_MODEL)}.*\.({'|'.join(lora.layers)})"
     return config | {"revision": revision} if revision else config

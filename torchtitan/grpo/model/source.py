@@ -22,7 +22,7 @@ from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
 from torchtitan.grpo.model.families import MODEL_TYPES, Family, ModelArgs, get_family, uses_of
 from torchtitan.grpo.model.finite import bad_weights
-from torchtitan.grpo.model.hf_config import from_folder, served_positions
+from torchtitan.grpo.model.hf_config import from_folder, has_other_parts, read_json, served_positions
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
 from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 from torchtitan.grpo.model.replay import route_shape
@@ -47,6 +47,7 @@ class ModelSource:
         lora: The adapters that are trained; None: all weights are.
         routes: With routing replay: the shape of a sampler's routes.
         positions: The longest document that a server of the model takes, in tokens; 0 if it may scale them itself.
+        is_part: The folder's model has other parts, and this is its language model.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModelSource:
     lora: Lora | None = None
     routes: RouteShape | None = None
     positions: int = 0
+    is_part: bool = False
 
     @property
     def identity(self) -> ModelIdentity:
@@ -120,7 +122,8 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
         with torch.device("meta"):
             one_block = next(family.model_cls(dataclasses.replace(args, n_layers=1)).layers.children())
         lora = resolve_lora(lora_cfg, adapter, one_block)
-    return ModelSource(name, family, args, adapter, hf_config, folder, lora, positions=positions)
+    is_part = has_other_parts(read_json(folder / "config.json"))
+    return ModelSource(name, family, args, adapter, hf_config, folder, lora, positions=positions, is_part=is_part)
 
 
 def resolve_for_run(config: Any) -> ModelSource:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.finite import is_finite
-from torchtitan.grpo.model.hf_config import has_other_parts, read_json
+from torchtitan.grpo.model.hf_config import LANGUAGE_MODEL, has_other_parts, read_json
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes of weights that can be trained, by safetensors' names."""
@@ -49,7 +49,7 @@ class WeightFile:
 def _of_language_model(name: str) -> str:
     """Its name in a folder of the language model alone; "" for other parts."""
     for prefix, own in (
-        ("model.language_model.", "model."),
+        (LANGUAGE_MODEL, "model."),
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),
         ("lm_head.", "lm_head."),
