@@ -23,7 +23,8 @@ from tests.helpers.microbatches import microbatches
 from tests.helpers.tiny_models import as_in_files, with_biases
 from torchtitan.grpo.model.document_attention import _by_length_class
 from torchtitan.grpo.model.documents import Documents, documents_of, shared_prefixes
-from torchtitan.grpo.model.packed import attention_tokens, make_packed
+from torchtitan.grpo.model.flops import TrainingFlops
+from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.rows import PackedSample
 
@@ -229,8 +230,8 @@ def test_attention_tokens_count_what_a_token_is_multiplied_by(family, tied, tmp_
     reference_model(family, tied).save_pretrained(tmp_path)
     model = packed_model(tmp_path)
     head_dim = 32 if family == "qwen3" else 16
-    matrices = sum(p.numel() for name, p in model.layers.named_parameters()) + 64 + 300 * 64  # + norm and output
-    assert attention_tokens(model) == pytest.approx(6 * matrices / (12 * 3 * 4 * head_dim))
+    matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() > 1) + 300 * 64  # and the output's
+    assert TrainingFlops.of(model).attention_tokens == 6 * matrices / (12 * 3 * 4 * head_dim)
 
 
 def test_length_classes_cover_each_token_once_and_at_most_double_the_work():

@@ -1,6 +1,7 @@
 """Layers that run along a document: which kernels they take, and what models with them cannot have."""
 
 import contextlib
+import dataclasses
 import json
 import sys
 from types import SimpleNamespace
@@ -50,7 +51,10 @@ def test_blocks_without_attention_have_none_of_its_flops(tmp_path):
     assert source.model_args.uses.windows == {1: 0, 3: 0} and source.model_args.uses.by_document
     with torch.device("meta"):
         model = source.build()
-    assert TrainingFlops.of(model).windows == {0: 2}
+    flops = TrainingFlops.of(model)
+    assert flops.windows == {0: 2}
+    layers = flops.per_token + flops.per_answer_token
+    assert flops.attention_tokens == layers / (12 * 4 * 32 * 2), "two of four layers attend"
 
 
 def test_a_class_without_a_model_of_one_block_is_taken(tmp_path):
@@ -80,13 +84,18 @@ def test_a_window_has_the_flops_of_the_pairs_in_it():
     with torch.device("meta"):
         flops = TrainingFlops.of(FAMILY.model_cls(args))
     assert flops.windows == {16: 2, 0: 1}
+    pair, layers = 12 * 2 * 32, flops.per_token + flops.per_answer_token
+    assert flops.attention_tokens == layers / pair + 2 * 16
+    with torch.device("meta"):
+        short = TrainingFlops.of(FAMILY.model_cls(dataclasses.replace(args, max_seq_len=16)))
+    assert short.windows == {0: 3} and short.attention_tokens == layers / (3 * pair)
 
     def pairs(first: int, end: int, window: int) -> float:  # each token, and half of itself
         return sum(min(position + 0.5, window) for position in range(first, end))
 
     for own, before in ((10, 0), (100, 0), (100, 7), (30, 40)):
         attention = flops([own], 0, [before]) - flops.per_token * own
-        assert attention == 12 * 2 * 32 * (2 * pairs(before, before + own, 16) + pairs(before, before + own, 10**9))
+        assert attention == pair * (2 * pairs(before, before + own, 16) + pairs(before, before + own, 10**9))
 
 
 @pytest.mark.parametrize(

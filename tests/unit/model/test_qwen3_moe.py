@@ -14,7 +14,7 @@ from tests.helpers.tiny_models import as_in_files
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.experts import Experts, MoE
 from torchtitan.grpo.model.flops import TrainingFlops
-from torchtitan.grpo.model.packed import attention_tokens, make_packed
+from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource, check_degrees, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.policy.rows import PackedSample
@@ -137,9 +137,9 @@ def test_flops_are_of_the_experts_that_a_token_goes_through(tmp_path):
         model = resolve(save(tmp_path)).build()
     attention = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32
     block = attention + 32 * 6 + 2 * 3 * 32 * 24  # the router, and two of six experts
-    assert TrainingFlops.of(model).per_token == 6 * 2 * block
-    norms = 2 * (2 * 32 + 2 * 8) + 32
-    assert attention_tokens(model) == 6 * (2 * block + norms + 64 * 32) / (12 * 2 * 4 * 8)
+    flops = TrainingFlops.of(model)
+    assert flops.per_token == 6 * 2 * block
+    assert flops.attention_tokens == 6 * (2 * block + 64 * 32) / (12 * 2 * 4 * 8)
 
 
 def test_experts_without_tokens_get_zero_gradients():

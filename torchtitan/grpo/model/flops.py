@@ -18,7 +18,8 @@ class TrainingFlops:
             experts those count that one token goes through.
         per_answer_token: The same for the output layer, which computes trained answer tokens only.
         per_pair: For each pair of a token and one that it attends to, in one layer, all heads.
-        windows: The sliding window of each layer that attends; 0: it has none.
+        windows: How many of the layers that attend have a sliding window of so many tokens; 0: none, or one that no
+            document fills.
     """
 
     per_token: int
@@ -37,8 +38,20 @@ class TrainingFlops:
         matrices = sum(used(p, args) * _per_parameter(p) for p in model.layers.parameters() if p.dim() >= 2)
         output = args.vocab_size * args.dim * _per_parameter(model.output.weight)
         uses = getattr(args, "uses", None)  # of models of transformers
-        windows = Counter(uses.windows.values()) if uses is not None else {0: args.n_layers}
+        given = [0] * args.n_layers if uses is None else uses.windows.values()
+        windows = Counter(window if window < args.max_seq_len else 0 for window in given)
         return cls(matrices, output, 12 * args.n_heads * args.head_dim, windows)
+
+    @property
+    def attention_tokens(self) -> float:
+        """The position from which a token's attention costs more than its other layers, for `packing.pack`.
+
+        In a sliding window attention costs each token as much, so it counts as one of these. Infinity: no layer attends
+        without one. Kernel speed is not considered.
+        """
+        in_windows = self.per_pair * sum(window * layers for window, layers in self.windows.items())
+        without = self.per_pair * self.windows.get(0, 0)
+        return (self.per_token + self.per_answer_token + in_windows) / without if without else math.inf
 
     def __call__(self, lengths: Iterable[int], answer_tokens: int, shared: Iterable[int] | None = None) -> int:
         """FLOPs of packed documents.

@@ -18,7 +18,6 @@ from torchtitan.grpo.model.context_parallel import ContextParallel
 from torchtitan.grpo.model.document_attention import PackedAttention
 from torchtitan.grpo.model.documents import Documents, documents_for_compiled_blocks, documents_of, shared_prefixes
 from torchtitan.grpo.model.experts import expert_tokens
-from torchtitan.grpo.model.flops import used
 from torchtitan.grpo.model.logprobs import token_logprobs
 from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
 from torchtitan.grpo.policy.microbatch import Microbatch
@@ -67,20 +66,6 @@ def make_packed(
         ),
         model,
     )
-
-
-def attention_tokens(model: nn.Module) -> float:
-    """The position from which a token's attention costs more FLOPs than its linear layers, for `packing.pack`.
-
-    Forward and backward take 6 FLOPs for each parameter that a token is multiplied by, 4 if it is frozen. For each
-    position that it attends to they take 12 per layer, head and head dimension. Kernel speed is not considered.
-    """
-    args = model.model_args
-    # Of all ranks' shards; a tied weight counts once.
-    flops = sum(used(p, args) * (6 if p.requires_grad else 4) for p in model.parameters())
-    if (looked_up := model.tok_embeddings.weight) is not model.output.weight:
-        flops -= looked_up.numel() * (6 if looked_up.requires_grad else 4)
-    return flops / (12 * args.n_layers * args.n_heads * args.head_dim)
 
 
 def _packed_forward(

@@ -42,8 +42,8 @@ def pack(
     Args:
         budget_tokens: `[training] tokens_per_microbatch`, a multiple of `pad_multiple`.
         pad_multiple: Rows are padded to a multiple of this; the budget itself gives rows of one fixed length.
-        attention_tokens: The position from which a token's attention costs more than its linear layers, from
-            `model.packed.attention_tokens`; infinity balances tokens.
+        attention_tokens: The position from which a token's attention costs more than its other layers, from
+            `model.flops.TrainingFlops`; infinity balances tokens.
         share_prompts: False gives every document its own prompt.
 
     Raises:

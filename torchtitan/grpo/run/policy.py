@@ -14,8 +14,8 @@ from torchtitan.components.optimizer import OptimizersContainer, build_optimizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.host_memory.offloading import Offloading
+from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.lora import without_adapters
-from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights
 from torchtitan.grpo.policy.finite import FiniteSteps
@@ -60,7 +60,7 @@ class Policy:
         self.model = build()
         self.reduce_once = reduces_once(config.training.reduce_gradients, self.model)
         data_ranks = dims.dp_replicate * dims.dp_shard
-        self.attention_tokens = attention_tokens(self.model) if data_ranks > 1 else math.inf
+        self.attention_tokens = TrainingFlops.of(self.model).attention_tokens if data_ranks > 1 else math.inf
         if config.model.weights == "hf":
             load_hf_weights(self.model, source, config.model.hf_assets_path)
         self.optimizers = build_optimizers([self.model], config.optimizer, dims)
