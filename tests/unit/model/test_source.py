@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    Gemma2Config,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,11 +23,13 @@ from transformers import (
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.tiny_models import LLAMA3_ROPE
+from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import (
     ModelSource,
     check_hf_weights,
+    check_model,
     gather_hf,
     load_hf_weights,
     resolve_for_run,
@@ -158,6 +161,24 @@ def test_tied_embeddings_are_one_parameter_after_materialising(llama):
     assert source.tied and model.output.weight is model.tok_embeddings.weight
     names = source.adapter.to_hf(model.state_dict())
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (LlamaConfig(hidden_size=200, num_attention_heads=2), "heads of a width of 100, which 8 does not divide"),
+        (Gemma2Config(num_hidden_layers=2), "a softcap of scores"),
+    ],
+)
+def test_attention_that_no_kernel_computes_is_refused_on_a_gpu(model, what, tmp_path):
+    model.save_pretrained(tmp_path)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(tmp_path), weights="hf"), 64)
+    flags = ["--model.hf_assets_path", str(TINY_QWEN3), "--training.mixed_precision_param"]
+    float32, bfloat16 = (load_config([*flags, dtype], dry_run="h200") for dtype in ("float32", "bfloat16"))
+    check_model(source, float32, cuda=True)
+    check_model(source, bfloat16, cuda=False)
+    with pytest.raises(UserError, match=f"this model has {what}, and no attention kernel here computes that on a GPU"):
+        check_model(source, bfloat16, cuda=True)
 
 
 def test_a_folder_that_is_not_there():

@@ -77,17 +77,22 @@ class BlockUses:
     def see(self, block: int, q: "Tensor", v: "Tensor", window: int, softcap: float) -> None:
         """Attention of a block, which asks for this."""
         self.windows[block] = window
-        asks = {
-            "a softcap of scores": bool(softcap),
-            "values of another width than queries": v.shape[-1] != q.shape[-1],
-            "heads wider than 256": q.shape[-1] > 256,
-        }
-        self.beyond_kernels = self.beyond_kernels or next((what for what, is_so in asks.items() if is_so), "")
+        self.beyond_kernels = self.beyond_kernels or _beyond_kernels(q.shape[-1], v.shape[-1], softcap)
+
+
+def _beyond_kernels(width: int, width_of_values: int, softcap: float = 0.0) -> str:
+    asks = {
+        "a softcap of scores": bool(softcap),
+        "values of another width than queries": width_of_values != width,
+        "heads wider than 256": width > 256,
+        f"heads of a width of {width}, which 8 does not divide": bool(width % 8),
+    }
+    return next((what for what, is_so in asks.items() if is_so), "")
 
 
 def uses_of(args: Any) -> BlockUses:
-    """What a model of these arguments does. One of torchtitan's has no windows, and kernels for all that it has."""
-    return getattr(args, "uses", BlockUses())
+    """What a model of these arguments does. One of torchtitan's has no windows."""
+    return getattr(args, "uses", None) or BlockUses(beyond_kernels=_beyond_kernels(args.head_dim, args.head_dim))
 
 
 class Unsupported(Exception):
