@@ -21,9 +21,9 @@ def route_shape(model_args: Any) -> RouteShape:
     Raises:
         UserError: The model is dense.
     """
-    experts = getattr(model_args, "moe_args", None)
-    if not getattr(model_args, "moe_enabled", False) or experts is None:
+    if not getattr(model_args, "moe_enabled", False):
         raise UserError("[grpo] routing_replay = true is for mixtures of experts, and this model has none: set false")
+    experts = model_args.moe_args
     return RouteShape(model_args.n_layers, experts.top_k, experts.num_experts)
 
 
