@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     Gemma2Config,
+    Gemma3Config,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -292,6 +293,14 @@ def test_a_published_smollm2_config_is_read(llama):
         model = source.build()
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     assert source.tied and source.model_args.rope_theta == 100000
+
+
+@pytest.mark.parametrize(("said", "is_tied"), [(True, True), (None, False)])
+def test_a_language_model_within_is_tied_if_the_whole_is(said, is_tied, tmp_path):
+    whole = Gemma3Config(text_config=SHAPE | {"head_dim": 8}).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": said}))
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(tmp_path), weights="hf"), 64)
+    assert (source.name, source.tied, source.is_part) == ("transformers", is_tied, True)
 
 
 def test_missing_and_broken_config_json(qwen3):

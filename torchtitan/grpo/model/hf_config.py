@@ -115,8 +115,8 @@ def _valid(model_type: str, where: str) -> PreTrainedConfig:
 def has_other_parts(raw: dict[str, Any]) -> bool:
     """Whether a config.json is of a model that sees or hears, whose language model is a class of its own."""
     text = raw.get("text_config")
-    is_class = isinstance(text, dict) and text.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return is_class and raw.get("model_type") in CONFIG_MAPPING
+    is_class = isinstance(text, dict) and str(text.get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return is_class and str(raw.get("model_type")) in CONFIG_MAPPING
 
 
 def _language_model(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], PreTrainedConfig]:
@@ -124,7 +124,7 @@ def _language_model(raw: dict[str, Any], where: str) -> tuple[dict[str, Any], Pr
     whole = _valid(raw["model_type"], where)
     config = copy.copy(whole.text_config)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.tie_word_embeddings = whole.tie_word_embeddings
+    config.tie_word_embeddings = bool(whole.tie_word_embeddings)  # some files say null
     kept = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
     return {key: raw[key] for key in kept if key in raw} | raw["text_config"], config
 
