@@ -313,6 +313,9 @@ def test_missing_and_broken_config_json(qwen3):
     (qwen3 / "config.json").unlink()
     with pytest.raises(UserError, match=r"has no config.json"):
         resolve_model(model_section(qwen3), 64)
+    (qwen3 / "config.json").symlink_to("/proc/self/mem")  # root may read all others
+    with pytest.raises(UserError, match=r'hf_assets_path = ".*": config.json cannot be read \(\[Errno'):
+        resolve_model(model_section(qwen3), 64)
 
 
 def test_tensors_missing_left_over_and_misshapen_are_named_together(qwen3):

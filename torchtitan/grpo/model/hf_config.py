@@ -137,7 +137,22 @@ def served_positions(raw: Mapping[str, Any], positions: int) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read an object from a file of the model folder; UserError if folder or file is missing or broken."""
+    """Read an object from a file of the model folder; UserError if folder or file is missing, broken or shut."""
+    try:
+        _check_file(path)
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f'[model] hf_assets_path = "{path.parent}": {path.name} cannot be read ({error})') from error
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(content).__name__}: download it again")
+    return content
+
+
+def _check_file(path: Path) -> None:
     if path.parent.is_file():
         raise UserError(f'[model] hf_assets_path = "{path.parent}" is a file: give the folder that holds it')
     if not path.parent.is_dir():
@@ -148,13 +163,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         what = adapters_alone(path.parent) or "download the whole model folder"
         raise UserError(f'[model] hf_assets_path = "{path.parent}" has no {path.name}: {what}')
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): download it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object, not a {type(content).__name__}: download it again")
-    return content
 
 
 def adapters_alone(folder: Path) -> str:
