@@ -23,7 +23,7 @@ from torchtitan.grpo.data.overview import overview
 from torchtitan.grpo.data.samples import Conversation, Prompt
 from torchtitan.grpo.policy.batch import supervised_samples
 from torchtitan.grpo.policy.microbatch import Microbatch
-from torchtitan.grpo.policy.packing import packing_metrics
+from torchtitan.grpo.policy.packing import packing_fractions, packing_sums
 from torchtitan.grpo.policy.rows import PackedRow, documents, encoded
 from torchtitan.grpo.policy.sft import summed, supervised_loss, token_metrics
 from torchtitan.grpo.process.stopping import StopRequested, run_and_exit
@@ -119,7 +119,7 @@ class SftTrainer(Run):
                     rows = self.rows_by_rank(self.conversations.next(self.config.sft.batch_size))
                     position = self.conversations.state_dict()
                     parts = encoded(rows)
-                    metrics = packing_metrics([rows], self.layout.attention_tokens)
+                    metrics = packing_fractions(packing_sums([rows], self.layout.attention_tokens))
                     metrics |= self.usage.work(*documents([rows]))
                     metrics |= self.conversations.epochs()
             return Batch(self.own_rows(parts), metrics, position)

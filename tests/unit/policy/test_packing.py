@@ -15,7 +15,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy import assignment
 from torchtitan.grpo.policy.assignment import MOST_COPIES, _fill_rows, groups_by_prompt
 from torchtitan.grpo.policy.microbatch import Microbatch, _move
-from torchtitan.grpo.policy.packing import pack, packing_metrics
+from torchtitan.grpo.policy.packing import pack, packing_fractions, packing_sums
 from torchtitan.grpo.policy.rows import PADDING_DOCUMENT_TOKENS, PackedRow, PackedSample, from_bytes, to_bytes
 
 
@@ -376,6 +376,10 @@ def test_rows_of_similar_cost_share_a_turn():
     samples = by_lengths(*[128] * 2, *[8] * 32)
     costs = row_costs(pack(samples, 128, 2, attention_tokens=64), 64)
     assert costs == [[256.0, 256.0], [136.0, 136.0]]
+
+
+def packing_metrics(minibatches: list[list[list[PackedRow]]], attention_tokens: float = math.inf) -> dict[str, float]:
+    return packing_fractions(packing_sums(minibatches, attention_tokens))
 
 
 def test_packing_metrics():

@@ -82,11 +82,6 @@ class Layout:
         return pack(samples, self.row_tokens, self.ranks, self.multiple, self.attention_tokens, self.share_prompts)
 
 
-def packing_metrics(minibatches: list[list[list[PackedRow]]], attention_tokens: float = math.inf) -> dict[str, float]:
-    """`packing_fractions` of the results of one or more calls of `pack`."""
-    return packing_fractions(packing_sums(minibatches, attention_tokens))
-
-
 def packing_sums(minibatches: list[list[list[PackedRow]]], attention_tokens: float = math.inf) -> list[float]:
     """Of the results of calls of `pack`: padding, all tokens, tokens that are shared, the cost (see `pack`) of each
     turn's most expensive row, and the mean of its ranks."""
