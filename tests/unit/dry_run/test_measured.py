@@ -1,16 +1,23 @@
 """A block of transformers, run without values, saves what the formula of torchtitan's block says."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config
 
+from tests.helpers.any_models import save
 from torchtitan.grpo.dry_run import measured as dry_run
 from torchtitan.grpo.dry_run.activations import block_activations
 from torchtitan.grpo.dry_run.measured import measured_activations
 from torchtitan.grpo.model import qwen3
+from torchtitan.grpo.model.documents import documents_of
+from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.model.transformers import FAMILY
+from torchtitan.grpo.policy.microbatch import Microbatch
+from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.policy.rows import PackedSample
 
 SHAPE = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=8, head_dim=128)
 TOKENS = 4096
@@ -72,3 +79,23 @@ def test_a_long_row_of_a_recurrent_model_is_so_many_short_ones(monkeypatch):
     assert in_parts[1] == whole[1]
     for name, size in vars(whole[0]).items():
         assert getattr(in_parts[0], name) == pytest.approx(size, rel=0.01), name
+
+
+def test_a_layer_along_documents_saves_a_shared_prompt_for_each_answer(tmp_path):
+    save("qwen3_5_text", tmp_path, max_position_embeddings=512)
+    source = resolve_model(SimpleNamespace(hf_assets_path=str(tmp_path), weights="hf"), 512)
+    answers = [PackedSample([7] * 281, [number] * 40, 0.0, 1.0, None) for number in range(6)]
+    ((packed,),) = pack(answers, 1024, 1)  # documents of 320 tokens: whole steps of the recurrent rule
+    row = Microbatch.of(packed, "cpu")
+    tokens, documents = len(row.tokens), documents_of(row).with_padded()
+    copies = len(documents.padded.slots) / tokens
+    assert copies > 3
+    model = source.build()
+    block, given = model.layers[0], {}
+    block.register_forward_pre_hook(lambda block, *inputs: given.update({block: inputs}), with_kwargs=True)
+    with torch.no_grad():
+        model.final_states(row.tokens, row.positions, documents)
+    saved = dry_run._of_block(block, *given[block], 0).saved
+    with torch.device("meta"):
+        found, _ = measured_activations(source.build(), tokens, torch.float32, source.model_args, tokens, copies)
+    assert found.saved == pytest.approx(saved, rel=0.01)

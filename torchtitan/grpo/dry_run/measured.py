@@ -21,7 +21,7 @@ CHUNK_TOKENS = 1024
 
 
 def measured_activations(
-    model: "TransformersModel", tokens: int, dtype: torch.dtype, args: "ModelArgs", chunk: int
+    model: "TransformersModel", tokens: int, dtype: torch.dtype, args: "ModelArgs", chunk: int, copies: float = 1.0
 ) -> tuple[BlockActivations, int]:
     """Activations of a block for a row of `tokens`, and the bytes that all blocks share (rotary embeddings).
 
@@ -33,12 +33,15 @@ def measured_activations(
         args: The model's. The most gradients at once are taken to be two of the feed-forward layer's width and one
             hidden state.
         chunk: Tokens that a feed-forward layer computes at a time.
+        copies: Tokens of whole documents over those of the row, which has shared prompts once. Layers that run along a
+            document compute whole ones.
     """
-    from torchtitan.grpo.model.documents import Documents
+    from torchtitan.grpo.model.documents import Documents, PaddedDocuments
     from torchtitan.grpo.model.mlp_chunks import chunk_mlps
 
     if model.by_document and tokens > CHUNK_TOKENS:  # these layers go through a row in steps, each an operation
-        part, rotary = measured_activations(model, CHUNK_TOKENS, dtype, args, max(1, chunk * CHUNK_TOKENS // tokens))
+        of_part = max(1, chunk * CHUNK_TOKENS // tokens)
+        part, rotary = measured_activations(model, CHUNK_TOKENS, dtype, args, of_part, copies)
         factor = -(-tokens // CHUNK_TOKENS)
         sizes = {name: size * factor for name, size in dataclasses.asdict(part).items()}
         return BlockActivations(**sizes), rotary * factor
@@ -49,8 +52,10 @@ def measured_activations(
     with torch.device("meta"):
         starts = torch.empty(2, dtype=torch.int32)
         ids, positions = torch.empty(2, tokens, dtype=torch.int64).unbind()
+        slots = torch.empty(int(tokens * copies), dtype=torch.int64)
+        whole = PaddedDocuments(slots, [(1, len(slots))], positions)
         with torch.no_grad():
-            model.final_states(ids, positions, Documents(starts, starts, tokens, tokens))
+            model.final_states(ids, positions, Documents(starts, starts, tokens, tokens, None, whole))
     found = [_of_block(block, *given[block], args.hidden_dim) for block in blocks.values()]
     if chunk < tokens:
         chunk_mlps(blocks.values(), chunk)

@@ -162,12 +162,11 @@ class _Rank:
         self.tokens = row_tokens(config) // context
         mode = config.activation_checkpoint.mode
         chunk = min(config.activation_checkpoint.mlp_chunk_tokens or self.tokens, self.tokens)
-        widths = self.tokens, self.computed, tensor
+        widths, documents = (self.tokens, self.computed, tensor), _document_copies(config, job)
         if hasattr(model, "final_states"):  # of transformers
             dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-            self.activations, self.rope = measured_activations(model, self.tokens, dtype, args, chunk)
+            self.activations, self.rope = measured_activations(model, self.tokens, dtype, args, chunk, documents)
         else:
-            documents = _document_copies(config, job)
             share = chunk / self.tokens
             self.activations = block_activations(args, block, *widths, self.compiled, mode, lora, documents, share)
             rope = model.rope_cache

@@ -27,8 +27,6 @@ class ByDocument:
             raise TypeError("its blocks do not hand on to their layers which documents a row has")
         own: Any = super()
         with contextlib.nullcontext() if hidden_states.is_cuda else plain_functions(type(self)):
-            if hidden_states.is_meta:  # only sizes matter
-                return own.forward(hidden_states)
             padded = documents.padded
             sizes = [count * length for count, length in padded.shapes]
             slots = hidden_states[0].index_select(0, padded.slots).split(sizes)

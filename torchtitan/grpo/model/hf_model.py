@@ -74,7 +74,7 @@ class TransformersModel(nn.Module):
         Args:
             uses: Is told what the blocks ask of attention.
         """
-        if self.by_document and not tokens.is_meta:
+        if self.by_document:
             documents = documents.with_padded()  # once for all blocks; on CUDA the host waits for the lengths
         found = self.hf.base_model(
             input_ids=tokens[None],
