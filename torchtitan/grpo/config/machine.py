@@ -321,8 +321,8 @@ def check_launch(dry_run: bool = False) -> None:
                 f"{name}={given[name]} in the environment is no whole number of {least} or more: {start}"
             )
     rank, ranks = given.get("RANK"), given.get("WORLD_SIZE")
-    if ranks and int(rank or 0) >= int(ranks):
-        raise UserErrorOfAllRanks(f"RANK={rank or 0} in the environment must be under WORLD_SIZE={ranks}: {start}")
+    if rank and ranks and int(rank) >= int(ranks):
+        raise UserErrorOfAllRanks(f"RANK={rank} in the environment must be under WORLD_SIZE={ranks}: {start}")
     missing = [name for name in needed if name not in given]
     if (rank or ranks) and missing and not dry_run:
         there = f"WORLD_SIZE={ranks}" if ranks else f"RANK={rank}"
