@@ -53,6 +53,17 @@ def test_a_module_that_fails_says_how(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=rf"no module 'not_there' in this folder \({tmp_path}\)"):
         load_function("[reward] functions", "not_there.inside:score")
+    (tmp_path / "wants.py").write_text("raise ModuleNotFoundError('run pip install wanted')\n")
+    with pytest.raises(UserError, match="cannot import 'wants': ModuleNotFoundError: run pip install wanted"):
+        load_function("[reward] functions", "wants:score")
+
+
+@pytest.mark.parametrize("name", ["a_folder", "sys"])
+def test_a_module_without_a_file_is_named(tmp_path, monkeypatch, name):
+    (tmp_path / "a_folder").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=rf'^\[reward\] functions: module \'{name}\' has no function "score"$'):
+        load_function("[reward] functions", f"{name}:score")
 
 
 @pytest.mark.parametrize(

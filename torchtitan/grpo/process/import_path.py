@@ -56,14 +56,6 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
         sys.path.append(here)  # a script that is given by its path puts only its own folder there
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f'{key}: "{name}": {module_name!r} imports {error.name!r}, which is not installed'
-            ) from error
-        raise UserError(
-            f'{key}: "{name}": no module {error.name!r} in this folder ({here}), on PYTHONPATH or installed'
-        ) from error
     except Stopped:  # a signal that came meanwhile
         raise
     except SystemExit as error:
@@ -72,12 +64,18 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
             'reads the command line: move that under `if __name__ == "__main__":`'
         ) from error
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f'{key}: "{name}": cannot import {module_name!r}: {in_words(error)}') from error
+        what = f"cannot import {module_name!r}: {in_words(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name:  # Python's own: it names the module
+            what = f"{module_name!r} imports {error.name!r}, which is not installed"
+            if f"{module_name}.".startswith(f"{error.name}."):
+                what = f"no module {error.name!r} in this folder ({here}), on PYTHONPATH or installed"
+        raise UserError(f'{key}: "{name}": {what}') from error
     function = getattr(module, function_name, None)
     if not callable(function):
+        where = getattr(module, "__file__", None) or f"module {module_name!r}"  # a folder has no file
         known = [n for n, value in vars(module).items() if callable(value)]
         suggestion = did_you_mean(function_name, known)
-        raise UserError(f'{key}: {module.__file__} has no function "{function_name}"{suggestion}')
+        raise UserError(f'{key}: {where} has no function "{function_name}"{suggestion}')
     return function
 
 
