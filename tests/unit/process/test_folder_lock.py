@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import grpo_train
 from tests.helpers import ROOT
+from tests.helpers.files import limited
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.folder_lock import LOCK, only_run_in
@@ -79,6 +81,12 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(fcntl, "flock", refuse)
     with only_run_in(tmp_path):
         assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}]" in caplog.text
+
+
+def test_a_full_disk_costs_the_holders_name_alone(tmp_path):
+    with limited(resource.RLIMIT_FSIZE, 0), only_run_in(tmp_path):
+        pass
+    assert (tmp_path / LOCK).read_text() == ""
 
 
 def test_a_lock_that_names_nobody(tmp_path):

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from torchtitan.grpo.errors import UserError
 
@@ -33,7 +33,7 @@ def only_run_in(dump_folder: str | Path, wait_s: float = 0.0, key: str = "[job] 
     folder = Path(dump_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = (folder / LOCK).open("ab+", buffering=0)  # what a full disk does not take must not be left for its end
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error}): change {key}") from error
     with file:  # no program that this one starts inherits it
@@ -42,12 +42,11 @@ def only_run_in(dump_folder: str | Path, wait_s: float = 0.0, key: str = "[job] 
         with contextlib.suppress(OSError):  # a full disk: only the holder's name is lost
             file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
-            file.flush()
+            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
         yield
 
 
-def _lock(file: TextIO, folder: Path, wait_s: float, key: str) -> None:
+def _lock(file: BinaryIO, folder: Path, wait_s: float, key: str) -> None:
     deadline = time.monotonic() + wait_s
     warned = False
     while True:
@@ -69,7 +68,7 @@ def _lock(file: TextIO, folder: Path, wait_s: float, key: str) -> None:
             return logger.warning(f"{folder} cannot be locked ({error}): see to it that no second run uses it")
 
 
-def _holder(text: str) -> str:
+def _holder(text: bytes) -> str:
     try:
         holder = json.loads(text)
         return f"host {holder['host']}, process {holder['pid']}, since {holder['since']}"
