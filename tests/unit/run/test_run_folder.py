@@ -92,6 +92,12 @@ def test_two_runs_with_one_folder_of_checkpoints_are_refused(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("folder", ["", ".", "ABSOLUTE"])
+def test_checkpoints_may_be_in_the_runs_own_folder(tmp_path, folder):
+    with own_folder(Checkpoint(folder=folder.replace("ABSOLUTE", str(tmp_path))), tmp_path):
+        pass
+
+
 def test_what_a_killed_save_has_left_is_removed_but_by_a_replay(tmp_path):
     folder = tmp_path / "checkpoint"
     for name in ("step-4.tmp", "step-2.replaced.tmp"):

@@ -15,8 +15,6 @@ from torchtitan.grpo.process.folder_lock import only_run_in
 
 RECORDS = ("metrics.jsonl", "samples.jsonl", "validation_samples.jsonl")
 """What a run writes step by step, and a new run in its folder would drop."""
-
-
 _OVERLAP_S = 15.0
 
 
@@ -37,7 +35,8 @@ def own_folder(cfg: Checkpoint, dump_folder: str | Path, saves: bool = True) -> 
     with only_run_in(dump_folder, wait_s), contextlib.ExitStack() as held:
         check_folder(cfg, dump_folder, saves)
         if cfg.enable and saves:
-            held.enter_context(only_run_in(folder, wait_s, "[checkpoint] folder"))
+            if folder.resolve() != Path(dump_folder).resolve():
+                held.enter_context(only_run_in(folder, wait_s, "[checkpoint] folder"))
             for unfinished in folder.glob("step-*[0-9].tmp"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         yield
