@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from process_group import wait_for
 
+from tests.helpers.files import limited
 from torchtitan.grpo.process.channel import Channel, ChannelClosed
 
 MIB = 2**20
@@ -199,6 +201,17 @@ def test_no_descriptor_and_no_memory_is_left(ends):
     there.close()
     gc.collect()
     assert kept == b"kept", "a file outlives its channel"
+
+
+def test_who_has_no_memory_for_a_file_does_not_take_the_other_end_for_gone(ends):
+    here, there = ends
+    here.send([1], [bytes(32 * MIB)])
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with limited(resource.RLIMIT_AS, used + 16 * MIB), pytest.raises(OSError, match="Cannot allocate memory") as raised:
+        there.receive()
+    assert type(raised.value) is OSError
+    here.send([2])
+    assert there.receive() == ([2], [])
 
 
 def test_a_message_that_cannot_be_made_is_its_senders_error(ends, caplog):

@@ -79,13 +79,12 @@ class Channel:
         Raises:
             ChannelClosed: There will be none.
             PlainError: This process has no room for its files.
+            OSError: It has no memory for them.
         """
         descriptors: list[int] = []
         try:
             payload = self._received(descriptors)
             return msgspec.msgpack.decode(payload), [_mapped(descriptor) for descriptor in descriptors]
-        except OSError as error:
-            raise error if isinstance(error, ChannelClosed) else ChannelClosed(str(error)) from error
         finally:
             _close_all(descriptors)
 
@@ -99,24 +98,29 @@ class Channel:
 
     def _received(self, descriptors: list[int]) -> bytearray:
         """The bytes of the next message. Its files' descriptors are added as they come."""
-        head = b""
-        while len(head) < _HEADER.size:
-            more, those, *_ = socket.recv_fds(self._socket, _HEADER.size - len(head), _FILES_MAX)
-            descriptors += those
-            if not more:
-                raise ChannelClosed("the other process has ended")
-            head += more
-        size, count = _HEADER.unpack(head)
-        if len(descriptors) != count:
-            raise PlainError(f"process {os.getpid()} has no room for {count} more open files (ulimit -n)")
-        payload = bytearray(size)
-        left = memoryview(payload)
-        while left:
-            got = self._socket.recv_into(left)
-            if not got:
-                raise ChannelClosed("the other process has ended amid a message")
-            left = left[got:]
-        return payload
+        try:
+            head = b""
+            while len(head) < _HEADER.size:
+                more, those, *_ = socket.recv_fds(self._socket, _HEADER.size - len(head), _FILES_MAX)
+                descriptors += those
+                if not more:
+                    raise ChannelClosed("the other process has ended")
+                head += more
+            size, count = _HEADER.unpack(head)
+            if len(descriptors) != count:
+                raise PlainError(f"process {os.getpid()} has no room for {count} more open files (ulimit -n)")
+            payload = bytearray(size)
+            left = memoryview(payload)
+            while left:
+                got = self._socket.recv_into(left)
+                if not got:
+                    raise ChannelClosed("the other process has ended amid a message")
+                left = left[got:]
+            return payload
+        except ChannelClosed:
+            raise
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
 
     def _write(self) -> None:
         while (item := self._unsent.get()) is not None:
