@@ -95,3 +95,10 @@ def test_a_process_outlives_who_reads_its_output(opened: Callable[[], tuple[int,
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0
     assert said.startswith("stdout cannot be written ([Errno ") and error in said and said.count("\n") == 1
+
+
+def test_a_process_that_was_started_without_stdout_goes_on():
+    code = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    command = [sys.executable, "-c", code, UNREAD]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

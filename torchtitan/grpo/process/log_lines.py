@@ -40,11 +40,12 @@ def _date(when: time.struct_time) -> str:
 class _Lasting:
     """A text stream whose writes never fail: a closed terminal, a pipe without a reader and a full disk end no run.
 
-    What cannot be written is lost. The first time, `told` hears of it.
+    What cannot be written is lost. The first time, `told` hears of it. Nobody does if the process was started without
+    the stream, which is None then.
     """
 
-    def __init__(self, stream: TextIO, told: "_Lasting | None" = None) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None, told: "_Lasting | None" = None) -> None:
+        self._stream = stream or open(os.devnull, "w")  # noqa: SIM115  as long as the process
         self._told = told
 
     def write(self, text: str) -> int:
