@@ -349,10 +349,9 @@ class VllmCommand(ServerCommand):
     def _positions(self) -> int:
         """Tokens that the model can take."""
         try:
-            config = json.loads(Path(self.model, "config.json").read_text())
-        except OSError:
+            return int(json.loads(Path(self.model, "config.json").read_text())["max_position_embeddings"])
+        except (OSError, ValueError, KeyError, TypeError):
             return CPU_MODEL_LEN  # vLLM says what is wrong with the folder
-        return config.get("max_position_embeddings", CPU_MODEL_LEN)
 
 
 class SglangCommand(ServerCommand):
