@@ -158,6 +158,7 @@ def test_a_call_without_progress_ends_the_process_and_says_where_it_was(heard):
 ENDS = {
     ("dies", signal.SIGKILL): r"was ended by SIGKILL \(nobody sends it but a person, or the kernel when memory is shor",
     ("dies", signal.SIGSEGV): "was ended by SIGSEGV$",
+    ("dies", 40): "was ended by signal 40$",  # it has no name
     ("exits", 3): "ended with status 3$",
     ("lacks_memory", 1): "has no memory left$",
 }

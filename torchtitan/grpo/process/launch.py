@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from torchtitan.grpo.errors import REFUSED
-from torchtitan.grpo.process.stopping import STATUS_FOLDER, STOPPED
+from torchtitan.grpo.process.stopping import STATUS_FOLDER, STOPPED, signal_name
 
 _FAILED = 1
 
@@ -70,7 +70,7 @@ def _said(rank: int, failure: ProcessFailure) -> int:
     if failure.exitcode in (STOPPED, REFUSED):
         return failure.exitcode
     status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    how = f"was killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else f"ended with {status}"
+    how = f"was killed by {signal_name(-failure.exitcode)}" if failure.exitcode < 0 else f"ended with {status}"
     print(f"error: rank {rank} on {socket.gethostname()} (process {failure.pid}) {how}", file=sys.stderr)
     return status
 

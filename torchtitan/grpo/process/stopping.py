@@ -132,6 +132,14 @@ def closes_within(seconds: float, words: str) -> Iterator[None]:
         _closing = was
 
 
+def signal_name(number: int) -> str:
+    """As the system writes it; `signal 40` of one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _exit_within(seconds: float) -> None:
     global _end_at
     with _lock:

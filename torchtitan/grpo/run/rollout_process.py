@@ -23,7 +23,7 @@ from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import PlainError, UserError, in_words
 from torchtitan.grpo.process.channel import Buffer, Channel, ChannelClosed
-from torchtitan.grpo.process.stopping import StopRequested
+from torchtitan.grpo.process.stopping import StopRequested, signal_name
 from torchtitan.grpo.weight_wire.version_names import own_run
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class RolloutProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        how = f"ended with status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}"
+        how = f"ended with status {status}" if status >= 0 else f"was ended by {_signal(-status)}"
         if status == -signal.SIGKILL and self._killed_for:
             how = f"was ended, because {self._killed_for}"
         elif status == errno.ENOMEM:
@@ -301,6 +301,6 @@ def _error(kinds: list[str], words: str, trace: str) -> Exception:
     return error
 
 
-def _signal_name(number: int) -> str:
-    what = signal.Signals(number).name
-    return f"{what} (nobody sends it but a person, or the kernel when memory is short)" if what == "SIGKILL" else what
+def _signal(number: int) -> str:
+    who = " (nobody sends it but a person, or the kernel when memory is short)" if number == signal.SIGKILL else ""
+    return f"{signal_name(number)}{who}"
