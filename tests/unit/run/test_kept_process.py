@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.run.kept_process import KeptProcess
+from torchtitan.grpo.run.kept_processes import KeptProcesses
 from torchtitan.grpo.run.rollout_process import ProcessLost
 
 SERVER = SimpleNamespace(serial=1, version=7, in_traffic=True)
@@ -79,3 +80,14 @@ def test_a_close_does_not_wait_until_another_process_is_tried(monkeypatch):
     kept.close()
     replaces.join(5)
     assert not replaces.is_alive()
+
+
+def test_processes_that_take_long_to_close_do_so_at_the_same_time():
+    """Or several would pass the time that a run has to close."""
+    both = threading.Barrier(2)
+
+    class Slow(Process):
+        def close(self) -> None:
+            both.wait(5)
+
+    KeptProcesses(lambda: KeptProcess(lambda *_: Slow(), lambda *_: None), 2).close()
