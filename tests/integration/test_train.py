@@ -67,9 +67,12 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
     assert all({"time/rollout_s", "time/pack_s", "time/train_s"} <= names for names in timed)
     assert [line.split()[0] for line in said.splitlines()[-5:]] == ["1", "2", "3", "4", "median"]
 
-    # With a loss and a baseline of the user's own, which are the built-in ones.
+    # With a loss and a baseline of the user's own, which are the built-in ones. As of a run with Ray, in one process.
+    of_ray = tmp_path / "ray.toml"
+    of_ray.write_text((ROOT / "train_configs" / "quickstart.toml").read_text() + "\n[ray]\nenable = true\nranks = 2\n")
     functions = {"policy_loss": "clipped", "advantage_baseline": "less_mean"}
-    own, _ = replay("own", **{f"--grpo.{key}": f"tests.helpers.losses:{f}" for key, f in functions.items()})
+    changed = {f"--grpo.{key}": f"tests.helpers.losses:{f}" for key, f in functions.items()}
+    own, _ = replay("own", **changed, **{"--job.config_file": str(of_ray)})
     unsaid = ("policy/clipped", "policy/clip")
     told = [[{k: v for k, v in line.items() if not k.startswith(unsaid)} for line in run] for run in (own, again)]
     assert told[0] == told[1]

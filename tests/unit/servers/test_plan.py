@@ -58,7 +58,8 @@ def test_trainers_have_the_first_gpus_and_servers_the_next_ones(monkeypatch):
 
 def test_on_a_cpu_the_longest_request_is_one_that_the_model_can_take(tmp_path):
     of_configs = {'{"max_position_embeddings": 512}': "512", '{"max_position_embeddings": 9999}': "1024"}
-    of_configs |= dict.fromkeys(["{}", '{"max_position_embeddings": null}', "[]", "{"], "1024")  # vLLM says what is wrong
+    unclear = "{}", '{"max_position_embeddings": null}', "[]", "{"  # vLLM says what is wrong
+    of_configs |= dict.fromkeys(unclear, "1024")
     for text, longest in of_configs.items():
         (tmp_path / "config.json").write_text(text)
         argv = VllmCommand(str(tmp_path), ()).argv(1)

@@ -14,7 +14,8 @@ import grpo_train
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import of_replay
-from torchtitan.grpo.config.load import take_dry_run
+from torchtitan.grpo.config.load import load_config, take_dry_run
+from torchtitan.grpo.config.machine import check_launch
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.errors import UserError
@@ -22,6 +23,7 @@ from torchtitan.grpo.policy.losses import check_functions
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.policy.rows import documents, encoded
 from torchtitan.grpo.process.channel import Buffer
+from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.step_lines import read_lines
@@ -31,6 +33,7 @@ from torchtitan.grpo.run.packed import Packed
 from torchtitan.grpo.run.rollout_worker import Model, RolloutWorker
 from torchtitan.grpo.run.rollouts import Absent, Taken
 from torchtitan.grpo.run.run_folder import has_steps
+from torchtitan.grpo.run.running import running
 from torchtitan.tools.logging import logger
 
 
@@ -172,6 +175,10 @@ def main(arguments: Namespace) -> int:
         raise UserError(
             "torchtitan-grpo replay has no --dry_run and no --check: lower --training.steps for a short one"
         )
-    make = partial(ReplayTrainer, arguments.run, arguments.out, arguments.after)
-    any_number = [] if any(flag.startswith("--parallelism.ranks") for flag in flags) else ["--parallelism.ranks=0"]
-    return grpo_train.main([*any_number, *flags], make)
+    check_launch()
+    init_log_lines()
+    # On any number of ranks, and without Ray.
+    config = load_config(flags, flags_only=lambda given: ("parallelism.ranks", "ray"))
+    with running(config, partial(ReplayTrainer, arguments.run, arguments.out, arguments.after)) as trainer:
+        trainer.train()
+    return 0
