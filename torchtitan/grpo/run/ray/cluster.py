@@ -41,8 +41,8 @@ class Cluster:
         plan: Inside, the number of ranks, and of the cluster's GPUs.
     """
 
-    def __init__(self, config: JobConfig, plan: tuple[int, int] = NO_PLAN, servers: Servers | None = None) -> None:
-        """`plan`: of an earlier attempt. What a lost node had is then waited for, and not left out."""
+    def __init__(self, config: JobConfig, plan: tuple[int, int], servers: Servers) -> None:
+        """`plan`: NO_PLAN, or that of an earlier attempt. What a lost node had is then waited for, and not left out."""
         self._config, self._cfg, self.plan, self._servers = config, config.ray, plan, servers
         self._own = not config.ray.address
 
@@ -105,8 +105,8 @@ class Cluster:
 
     def _of_servers(self, cuda: bool) -> dict[str, int]:
         """GPUs and cores of all servers that the run starts."""
-        needs = self._servers.needs(cuda) if self._servers else {}
-        return {name: self._servers.count * needs[name] if name in needs else 0 for name in ("GPU", "CPU")}
+        needs = self._servers.needs(cuda)
+        return {name: self._servers.count * needs.get(name, 0) for name in ("GPU", "CPU")}
 
     def start_ranks(self, argv: list[str], make: str, job: Job) -> "Ranks":
         """Place the actors, give them their ranks, and have each build its trainer: `Ranks.started` are the answers.
@@ -133,7 +133,7 @@ class Ranks:
         started: References to the answers of `Rank.start`.
     """
 
-    def __init__(self, config: JobConfig, world_size: int, gpus: int, servers: Servers | None = None) -> None:
+    def __init__(self, config: JobConfig, world_size: int, gpus: int, servers: Servers) -> None:
         self._cfg, self._start_s = config.ray, config.rollout.start_timeout_seconds
         self._world_size, self._gpus = world_size, gpus
         self._servers = servers
@@ -188,8 +188,7 @@ class Ranks:
             for node in dict.fromkeys(self.nodes)
         }
         self._get([agent.start.remote(sys.path) for agent in self.agents.values()], limit_s, "the nodes' agents")
-        if self._servers is not None:
-            self._servers.place(self._places[0]["address"], self._gpus > 0)
+        self._servers.place(self._places[0]["address"], self._gpus > 0)
 
     def start(self, argv: list[str], make: str, job: Job) -> None:
         port = self._get([self.agents[self.nodes[0]].do.remote("free_port")], _AGENT_S, "rank 0's node")[0]
@@ -197,8 +196,7 @@ class Ranks:
         address = LOOPBACK if one_node else self._places[0]["address"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_VIS"))}
         common = ray.put((sys.path, environment, argv, make, job, os.getcwd()))  # once, however many ranks
-        if self._servers is not None:
-            self._servers.start(common)
+        self._servers.start(common)
         for rank, actor in enumerate(self.actors):
             own = {"MASTER_ADDR": address, "MASTER_PORT": str(port)} | self._variables(rank)
             self.started.append(actor.start.remote(common, self.agents[self.nodes[rank]], own))
@@ -212,8 +210,7 @@ class Ranks:
             "LOCAL_RANK": here.index(rank),
             "LOCAL_WORLD_SIZE": len(here),
         }
-        variables = {name: str(value) for name, value in numbers.items()}
-        variables |= self._servers.variables if self._servers else {}
+        variables = {name: str(value) for name, value in numbers.items()} | self._servers.variables
         gpus = [gpu for i in here for gpu in self._places[i]["gpus"]]
         return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
 

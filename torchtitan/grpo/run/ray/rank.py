@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -196,17 +197,16 @@ def warm_up(trainer: Any) -> None:
     import torch
 
     from torchtitan.grpo.policy.microbatch import Microbatch
-    from torchtitan.grpo.policy.packing import pack
     from torchtitan.grpo.policy.rows import PackedSample
 
-    layout, policy = trainer.layout, trainer.policy
+    layout, policy = replace(trainer.layout, ranks=1, share_prompts=False), trainer.policy
     tokens, longest = layout.row_tokens, trainer.config.training.seq_len
     samples = []
     while tokens > 0:
         document = min(tokens, longest)
         samples.append(PackedSample([0], [0] * document, 0.0, 0.0, [0.0] * document))
         tokens -= document
-    [[row]] = pack(samples, layout.row_tokens, 1, layout.multiple)
+    [[row]] = layout.pack(samples)
 
     def loss_of(_: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logprobs, _ = policy.model(row, 1.0)
