@@ -55,7 +55,8 @@ def test_without_the_store_every_node_ends_after_a_while_unless_it_was_closed():
 
 
 def test_nodes_with_other_commits_of_the_model_are_refused():
-    nodes = Nodes(load_config(["--model.hf_assets_path", str(TINY_QWEN3), "--training.seq_len", "512", *SHORT]))
+    config = load_config(["--model.hf_assets_path", str(TINY_QWEN3), "--training.seq_len", "512", *SHORT])
+    nodes = Nodes(config, "grpo")
     each = {"ranks_here": 1, "local_rank": 0, "problem": ""}
 
     def problems(*models: str) -> list[str]:

@@ -199,7 +199,7 @@ def test_a_machine_without_room_for_threads_is_asked_again(heard, monkeypatch, c
 
     kept.introduce("prepare")
     monkeypatch.setattr(threading.Thread, "start", fails_once)
-    os.kill(kept.now.pid, signal.SIGKILL)
+    os.kill(kept._process.pid, signal.SIGKILL)
     assert kept.call("echo")[0] == [0] and kept.losses == 2
     assert "no rollout process can be watched: can't start new thread" in caplog.text
     kept.close()
@@ -219,7 +219,7 @@ def test_a_machine_without_room_for_another_process_is_asked_again(heard, monkey
     limit.start()
     monkeypatch.setattr(rollout_process, "start", fails_once)
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None if failing else begin(thread))
-    os.kill(kept.now.pid, signal.SIGKILL)
+    os.kill(kept._process.pid, signal.SIGKILL)
     assert kept.call("echo")[0] == [0] and kept.losses == 2
     assert "no rollout process can be started: [Errno 11] Resource temporarily unavailable" in caplog.text
     limit.cancel()

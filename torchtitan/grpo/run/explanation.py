@@ -67,16 +67,20 @@ class Explanation:
         except Exception as error:  # the other ranks wait
             return [], "", str(error)
 
-    def _wait_for(self, url: str, version: int) -> Server:
-        """The server, with this version."""
-        fleet, deadline = self._trainer.rollouts.fleet, time.monotonic() + ASKED_S
+    def _server(self, url: str) -> Server | None:
+        fleet = self._trainer.rollouts.fleet
         assert fleet is not None
+        return next((server for server in fleet.servers if server.url == url), None)
+
+    def _wait_for(self, url: str, version: int) -> None:
+        """Until the server has this version."""
+        deadline = time.monotonic() + ASKED_S
         while True:
-            server = next((server for server in fleet.servers if server.url == url), None)
+            server = self._server(url)
             if server is None or server.lost:
                 raise EngineError(f"{url} is lost since")
             if server.in_traffic and server.version == version:
-                return server
+                return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{url} did not get version {version} within {ASKED_S:g} s")
             time.sleep(_LOOK_S)
@@ -140,9 +144,7 @@ class Explanation:
             evidence.compared, evidence.differing, evidence.left_out = held.compared, held.differing, held.left_out
 
     def _held(self, url: str) -> Any:
-        fleet = self._trainer.rollouts.fleet
-        assert fleet is not None
-        server = next((server for server in fleet.servers if server.url == url), None)
+        server = self._server(url)
         if server is None or not isinstance(server.engine, Engine):
             return None
         return pkgutil.resolve_name(server.engine.held)(server.control, self._trainer.weight_sync.base, ASKED_S)

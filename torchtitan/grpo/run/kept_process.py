@@ -11,7 +11,7 @@ from torchtitan.grpo.engines.fleet_mirror import FleetTeller
 from torchtitan.grpo.errors import PlainError
 from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.stopping import StopRequested
-from torchtitan.grpo.run.rollout_process import CLOSE_S, ProcessLost, Reply, RolloutProcess
+from torchtitan.grpo.run.rollout_process import CLOSE_S, ProcessLost, Reply, RolloutError, RolloutProcess
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +61,6 @@ class KeptProcess:
         self._is_there(start(self._heard, self._on_end))
 
     @property
-    def now(self) -> RolloutProcess | None:
-        """None while another one begins."""
-        return self._process
-
-    @property
     def scored(self) -> int:
         """See `RolloutWorker.scored`."""
         process = self._process
@@ -96,6 +91,17 @@ class KeptProcess:
             self.losses_in_a_row = 0
         elif process is not None:
             self.call("load_state", file=[state])
+
+    def state_after(self, step: int, kept: Buffer) -> Buffer:
+        """What the process says of a step that was taken, after which its state was `kept`. That, if there is none, if
+        it began behind the step, or if it fails: a step that was trained is saved."""
+        process, is_new = self._process, self.losses_in_a_row > 0
+        if process is None or (is_new and self.state is not kept):
+            return kept
+        try:
+            return process.call("state", self.newest(), [step])[1][0]
+        except (PlainError, RolloutError, ProcessLost, TimeoutError):
+            return kept
 
     def follow(self, teller: FleetTeller) -> None:
         """Tell the process of the servers from now on."""

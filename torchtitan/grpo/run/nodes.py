@@ -50,15 +50,11 @@ class Nodes:
     After an error on rank 0 before that, the ranks that wait for it are told (`joining.tell_waiting_ranks`).
 
     Args:
-        silence_s: Longest time without a sign of life from a node.
-
-    Attributes:
         job: What runs. It decides how much memory a copy of the model is estimated to need.
     """
 
-    def __init__(self, config: JobConfig, silence_s: float = _SILENCE_S) -> None:
-        self._config, self._silence_s = config, silence_s
-        self.job: Job = "grpo"
+    def __init__(self, config: JobConfig, job: Job) -> None:
+        self._config, self._job = config, job
         self._settled = False
         self._closed = threading.Event()
 
@@ -161,7 +157,7 @@ class Nodes:
         """On rank 0: what all ranks do."""
         world_size, sizes = len(answers), {answer["ranks_here"] for answer in answers}
         heads = [rank for rank, answer in enumerate(answers) if answer["local_rank"] == 0]
-        copies = choose_copies(self._config, world_size, len(heads), this_machine(), len(sizes) == 1, self.job)
+        copies = choose_copies(self._config, world_size, len(heads), this_machine(), len(sizes) == 1, self._job)
         if len(heads) > 1:
             logger.info(f"{world_size} ranks on {len(heads)} nodes. {copies.describe(world_size)}")
         problems = [answer["problem"] for answer in answers if answer["problem"]]
@@ -176,7 +172,7 @@ class Nodes:
     def _watch(self, heads: list[int]) -> None:
         """In a thread of each node's first rank (`heads`): end the run if a node gives no sign of life."""
         rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store().clone()
-        if why := watch(dist.PrefixStore(_BEATS, store), rank, heads, self._closed, self._silence_s):
+        if why := watch(dist.PrefixStore(_BEATS, store), rank, heads, self._closed, _SILENCE_S):
             print(f"error on rank {rank}: {why}: the run ends", file=sys.stderr, flush=True)
             stop(1)
 

@@ -27,10 +27,7 @@ from torchtitan.grpo.engines.fleet_mirror import FleetMirror
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server, server_maker
 from torchtitan.grpo.environments.load import loaded_environments
-from torchtitan.grpo.policy.batch import (
-    has_signal,
-    supervised_samples,
-)
+from torchtitan.grpo.policy.batch import has_signal, supervised_samples
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.policy.rows import documents, encoded
 from torchtitan.grpo.process.channel import Buffer

@@ -22,7 +22,7 @@ from torchtitan.grpo.config.values import to_values
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.engines.registry import server_maker
-from torchtitan.grpo.errors import PlainError, UserError
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import ModelSource, write_hf_config
 from torchtitan.grpo.policy.packing import Layout, packing_fractions
 from torchtitan.grpo.process.channel import Buffer
@@ -37,7 +37,7 @@ from torchtitan.grpo.run.broadcast import patience_s
 from torchtitan.grpo.run.kept_process import KeptProcess, OnEnd, OnEvent
 from torchtitan.grpo.run.kept_processes import KeptProcesses
 from torchtitan.grpo.run.packed import Counted
-from torchtitan.grpo.run.rollout_process import ProcessLost, RolloutError, RolloutProcess
+from torchtitan.grpo.run.rollout_process import RolloutProcess
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.tools.logging import logger
 
@@ -287,17 +287,8 @@ class Rollouts(Absent):
         if kept is None:
             states = [files[0] for _, files in self._processes.call("state", step)]
         else:
-            states = self._processes.map(partial(self._state, step), kept)
+            states = self._processes.map(lambda process, own: process.state_after(step, own), kept)
         return states[0] if len(states) == 1 else msgspec.msgpack.encode({"shares": states})
-
-    def _state(self, step: int, kept_process: KeptProcess, kept: Buffer) -> Buffer:
-        process, is_new = kept_process.now, kept_process.losses_in_a_row > 0
-        if process is None or (is_new and kept_process.state is not kept):  # it began behind this step
-            return kept
-        try:
-            return process.call("state", kept_process.newest(), [step])[1][0]
-        except (PlainError, RolloutError, ProcessLost, TimeoutError):
-            return kept  # a step that was trained is saved
 
     def load_state_dict(self, state: Buffer | None) -> None:
         assert state is not None

@@ -61,8 +61,7 @@ class Run:
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
         self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type != "cpu" else None)
         self.resources = contextlib.ExitStack()
-        self.nodes = self.resources.enter_context(Nodes(config))
-        self.nodes.job = self.job
+        self.nodes = self.resources.enter_context(Nodes(config, self.job))
         try:
             self.config = self.nodes.fetch()
             self.set_up()
