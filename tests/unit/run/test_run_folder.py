@@ -40,6 +40,15 @@ def test_a_folder_with_a_run_is_for_resuming_it(tmp_path):
         check_folder(Checkpoint(resume=True, load_step=5), dump)
 
 
+def test_a_new_run_in_the_folder_that_one_is_in_is_told_another(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(STEP)
+    monkeypatch.chdir(tmp_path / "run")
+    for dump in ("", ".", "../run"):
+        with pytest.raises(UserError, match=rf"--job.dump_folder ({tmp_path}|\.\.)/run-2 "):
+            check_folder(Checkpoint(), dump)
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [("metrics.jsonl", STEP), ("samples.jsonl", STEP), ("metrics.jsonl", "[]\n")]
 )

@@ -97,5 +97,6 @@ def _has_steps(path: Path) -> bool:
 
 def _free(dump: Path) -> Path:
     """The folder's name with the first number that no other folder has."""
-    names = (dump.with_name(f"{dump.name}-{number}") for number in itertools.count(2))
+    named = dump if dump.name.strip(".") else dump.resolve()  # `.` and `..` are no names
+    names = (Path(f"{named}-{number}") for number in itertools.count(2))
     return next(path for path in names if not path.exists())
