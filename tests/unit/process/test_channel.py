@@ -185,6 +185,15 @@ def test_a_close_ends_the_wait_of_both_readers(ends):
     assert len(ended) == 2
 
 
+def test_a_message_amid_which_the_channel_is_closed_leaves_no_file(ends, monkeypatch):
+    here, _ = ends
+    before = open_files()
+    monkeypatch.setattr("torchtitan.grpo.process.channel.encoded", lambda message: here.close() or b"")
+    here.send(["nobody"], [b"hears it"])
+    here.send_made(lambda: pytest.fail("nobody hears it"))
+    assert open_files() == before - 1
+
+
 def test_no_descriptor_and_no_memory_is_left(ends):
     here, there = ends
     before = open_files()

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 Buffer = bytes | memoryview
 Message = list[Any]
+_Unsent = Callable[[], Message | None] | tuple[bytes, list[int]]
+"""What makes a message, or its bytes and the descriptors of its files."""
 _HEADER = struct.Struct("<QB")
 _FILES_MAX = 8
 
@@ -41,9 +43,9 @@ class Channel:
 
     def __init__(self, end: socket.socket, name: str) -> None:
         self._socket = end
-        self._unsent: queue.SimpleQueue[Callable[[], Message | None] | tuple[bytes, list[int]] | None]
-        self._unsent = queue.SimpleQueue()
-        self._is_open = True
+        self._unsent: queue.SimpleQueue[_Unsent | None] = queue.SimpleQueue()
+        self._is_open, self._is_closing = True, False
+        self._lock = threading.Lock()  # of the queue's end, which is None
         self._writer = threading.Thread(target=self._write, name=f"{name}-writer", daemon=True)
         self._writer.start()
 
@@ -66,12 +68,13 @@ class Channel:
         except BaseException:
             _close_all(descriptors)
             raise
-        self._unsent.put((payload, descriptors))
+        if not self._put((payload, descriptors)):
+            _close_all(descriptors)
 
     def send_made(self, make: Callable[[], Message | None]) -> None:
         """Send what `make` returns when all messages before it are sent; nothing for None. If it raises, the channel
         closes: the message would be missing."""
-        self._unsent.put(make)
+        self._put(make)
 
     def receive(self) -> tuple[Message, list[memoryview]]:
         """The next message with its files. Waits for it, without a limit: who expects an answer bounds that wait.
@@ -90,7 +93,7 @@ class Channel:
 
     def close(self, flush_s: float = 0.0) -> None:
         """Wait so long for what is not sent yet, and close this end."""
-        self._unsent.put(None)
+        self._put(None)
         self._writer.join(flush_s)
         self._is_open = False
         self._shut()
@@ -121,6 +124,15 @@ class Channel:
             raise
         except OSError as error:
             raise ChannelClosed(str(error)) from error
+
+    def _put(self, item: _Unsent | None) -> bool:
+        """Whether the writer will see it: nothing comes after None."""
+        with self._lock:
+            if self._is_closing:
+                return False
+            self._is_closing = item is None
+            self._unsent.put(item)
+            return True
 
     def _write(self) -> None:
         while (item := self._unsent.get()) is not None:
