@@ -361,12 +361,17 @@ class Rollouts(Absent):
     def _server(self, url: str) -> Server:
         server = server_maker(self.config, self._newest, self.source.model_args.vocab_size)(url)
         server.client = None  # the process asks for answers
-        recomputes = self.config.async_grpo.recomputes_kv
-        needs = longest_tokens(self.config), self.end_token_ids[0], recomputes, self.source.identity
-        rollout = self.config.rollout
-        told = {"routes": bool(self.source.routes), "top_k": rollout.top_k, "min_p": rollout.min_p}
-        told["top_tokens"] = self.config.grpo.score_centering
-        server.check = lambda: server.control.check(*needs, **told)
+        server.check = partial(
+            server.control.check,
+            longest_tokens(self.config),
+            self.end_token_ids[0],
+            self.config.async_grpo.recomputes_kv,
+            self.source.identity,
+            routes=bool(self.source.routes),
+            top_k=self.config.rollout.top_k,
+            min_p=self.config.rollout.min_p,
+            top_tokens=self.config.grpo.score_centering,
+        )
         return server
 
 

@@ -45,7 +45,7 @@ class Run:
     """Process group, policy, checkpoints, metrics. Leaving the context releases everything, in reverse order.
 
     A subclass has `set_up`, which calls `read_model`, `join` and `build` in this order, with its own parts between
-    them; and `begin`, `train_step`, `finish`.
+    them; and `begin` and `train_step`.
 
     Attributes:
         job: What the run reads of the configuration.

@@ -12,6 +12,6 @@
     outcome.py     how a rank ended, as plain values, and the error that the driver makes of it
     actors.py      the classes that Ray gets: they import the rest only inside the actor
 
-Only grpo_train.py imports this folder, and only with `[ray] enable`: so nothing else ever imports Ray. No tensor goes
+Only script.py imports this folder, and only with `[ray] enable`: so nothing else ever imports Ray. No tensor goes
 through Ray. Ranks talk over torch.distributed as under torchrun.
 """

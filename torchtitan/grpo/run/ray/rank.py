@@ -99,7 +99,9 @@ class Rank:
             return self._answer(f"training step {order}", trainer.train_step)
         if order == WARM_UP:
             return self._answer("warming up", lambda: warm_up(trainer))
-        return self._answer(*(("finishing", trainer.finish) if order == FINISH else ("beginning", trainer.begin)))
+        if order == FINISH:
+            return self._answer("finishing", trainer.finish)
+        return self._answer("beginning", trainer.begin)
 
     def join_graph(self, bell: str) -> int:
         """Before a Compiled Graph is built: have Ray hand over its loop.
@@ -150,9 +152,8 @@ class Rank:
 
     def _start(self) -> None:
         init_log_lines()
-        self._config = load_config(self._argv, job=self._job)
-        make = import_function("the trainer's class", self._make)
-        context = running(self._config, make)
+        config = load_config(self._argv, job=self._job)
+        context = running(config, import_function("the trainer's class", self._make))
         self._trainer = context.__enter__()
         self._context = context
 
