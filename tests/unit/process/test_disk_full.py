@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers import Unspeakable
 from tests.helpers.files import limited
+from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.disk_full import disk_full_in_one_line, is_disk_full, no_room
 
@@ -76,7 +77,8 @@ def test_what_libraries_make_of_it(error, cause, tmp_path):
         fail(error, cause)
 
 
-OTHERS = [ValueError("x"), OSError(errno.EACCES, "denied"), UserError("no space left"), Unspeakable()]
+OF_A_SERVER = EngineError("http://a:1 has answered 500: [Errno 28] No space left on device")
+OTHERS = [ValueError("x"), OSError(errno.EACCES, "denied"), UserError("no space left"), OF_A_SERVER, Unspeakable()]
 
 
 @pytest.mark.parametrize("error", OTHERS)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torchtitan.grpo.errors import UserError, text_of
+from torchtitan.grpo.errors import PlainError, UserError, text_of
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SAID = re.compile(r"no space left|disk quota exceeded", re.IGNORECASE)
@@ -58,7 +58,7 @@ def disk_full_in_one_line(folder: str | Path, saved_steps: Callable[[], list[int
         yield
     except Exception as error:
         number = no_room(error)
-        if isinstance(error, UserError) or not number:
+        if isinstance(error, PlainError) or not number:  # its words say all, perhaps of a server's disk
             raise
         path, saved = Path(folder).absolute(), saved_steps()
         free = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
