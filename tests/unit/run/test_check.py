@@ -16,6 +16,7 @@ import sft_train
 from tests.helpers import TINY_QWEN3
 from tests.helpers.forked_rollouts import ForkedBesides
 from tests.helpers.ranks import begin_imports
+from torchtitan.grpo.checkpoint.marker import Marker
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.model.source import resolve_model
@@ -103,6 +104,17 @@ def test_what_a_run_would_refuse_a_check_refuses(folder: Path, capfd: pytest.Cap
     error = captured.err[captured.err.rfind("error: ") :]
     assert words in error and "Traceback" not in captured.err and not captured.out
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(("dump", "status"), [("run", 0), (".", 2)])
+def test_the_warm_start_of_a_run_that_goes_on_is_not_checked(folder: Path, capfd: pytest.CaptureFixture, dump, status):
+    saved = folder / "run" / "checkpoint" / "step-2"
+    saved.mkdir(parents=True)
+    Marker(2, 1, 1.0, ["model"], {}, 2, {}).write(saved)
+    flags = [*ROWS[:4], *ROWS[6:], "--job.dump_folder", dump, "--checkpoint.resume", "auto"]
+    flags += ["--sft.steps", "1", "--sft.target_column", "none"]
+    assert grpo_train.main([*flags, "--check", "h100"]) == status, capfd.readouterr().err
+    assert status == 0 or "[sft] target_column" in capfd.readouterr().err
 
 
 def test_a_check_of_conversations_shows_what_is_learned(folder: Path, capfd: pytest.CaptureFixture):

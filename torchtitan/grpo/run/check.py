@@ -1,6 +1,7 @@
 """`--check`: the task of a run is read as the run would read it, without GPUs, servers and weights."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -33,7 +34,9 @@ def read_task(config: JobConfig, job: Job) -> list[str]:
         raise UserError("; ".join(problems))
     source = resolve_for_run(config)
     # One process and worker are enough. What reward functions print goes where this process prints.
-    config = changed(config, {"job.dump_folder": "", "reward.workers": 1, "rollout.processes": 1})
+    saved = Path(config.job.dump_folder, config.checkpoint.folder).absolute()  # a run that goes on has no warm start
+    one = {"job.dump_folder": "", "checkpoint.folder": str(saved), "reward.workers": 1, "rollout.processes": 1}
+    config = changed(config, one)
     vocab_size, assets = source.model_args.vocab_size, config.model.hf_assets_path
     tokenizer = load_tokenizer(assets, config.data.chat_template_file, vocab_size)
     end_ids = end_token_ids(tokenizer, assets, vocab_size)
