@@ -67,9 +67,11 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
     assert all({"time/rollout_s", "time/pack_s", "time/train_s"} <= names for names in timed)
     assert [line.split()[0] for line in said.splitlines()[-5:]] == ["1", "2", "3", "4", "median"]
 
-    # With a loss and a baseline of the user's own, which are the built-in ones. As of a run with Ray, in one process.
+    # With a loss and a baseline of the user's own, which are the built-in ones. As of a run with Ray and keys.
+    text = (ROOT / "train_configs" / "quickstart.toml").read_text() + "\n[ray]\nenable = true\nranks = 2\n"
+    text = text.replace("[rollout]\n", '[rollout]\napi_key_env = "NOT_HERE"\n')
     of_ray = tmp_path / "ray.toml"
-    of_ray.write_text((ROOT / "train_configs" / "quickstart.toml").read_text() + "\n[ray]\nenable = true\nranks = 2\n")
+    of_ray.write_text(text.replace("[reward]\n", '[reward]\nsecrets = ["NOT_HERE"]\n'))
     functions = {"policy_loss": "clipped", "advantage_baseline": "less_mean"}
     changed = {f"--grpo.{key}": f"tests.helpers.losses:{f}" for key, f in functions.items()}
     own, _ = replay("own", **changed, **{"--job.config_file": str(of_ray)})

@@ -36,6 +36,10 @@ from torchtitan.grpo.run.run_folder import has_steps
 from torchtitan.grpo.run.running import running
 from torchtitan.tools.logging import logger
 
+OF_THE_RUN = "parallelism.ranks", "ray", "rollout.api_key_env", "reward.secrets"
+"""Sections and keys of the recorded run that say nothing about a replay: it runs on any number of ranks, without Ray,
+and asks nobody."""
+
 
 class NoSync:
     """In place of weight sync: there is nobody to send weights to."""
@@ -177,8 +181,7 @@ def main(arguments: Namespace) -> int:
         )
     check_launch()
     init_log_lines()
-    # On any number of ranks, and without Ray.
-    config = load_config(flags, flags_only=lambda given: ("parallelism.ranks", "ray"))
+    config = load_config(flags, flags_only=lambda given: OF_THE_RUN)
     with running(config, partial(ReplayTrainer, arguments.run, arguments.out, arguments.after)) as trainer:
         trainer.train()
     return 0
