@@ -9,8 +9,8 @@ upstream module prepares it for this machine. If upstream's package was imported
 transformers, imported later, reads its folders once. Garbage is collected less often, which makes imports quicker; not
 in vLLM, which is left as it is.
 
-`grpo_train`, the console script, the embedded server, reward workers and vLLM's entry point start with this module. In
-a checkout `torchtitan/__init__.py` does too.
+`grpo_train`, `sft_train`, the console script, the embedded server, rollout processes, reward workers, Ray's actors and
+vLLM's entry point start with this module. In a checkout `torchtitan/__init__.py` does too.
 """
 
 import functools
