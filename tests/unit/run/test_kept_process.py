@@ -17,7 +17,7 @@ SERVER = SimpleNamespace(serial=1, version=7, in_traffic=True)
 class Process:
     """Answers as it is told to, and sends nothing by itself."""
 
-    scored, lost = 0, ""
+    scored, pid, lost = 0, 0, ""
 
     def __init__(self) -> None:
         self.answer: Any = [5, 7]
@@ -62,6 +62,18 @@ def test_changes_are_told_together_and_none_is_left_out(kept, process):
     state.now = 4
     kept.tell_of_servers()
     assert [make() for make in process.unsent[1:]] == [4], "what changes after it was made is told too"
+
+
+def test_a_process_that_takes_a_place_when_servers_become_known_is_told_all_of_them():
+    class Lost(Process):
+        def tell_made(self, what: str, make: Callable[[], Any]) -> None:
+            kept._on_end(self, "it has ended")
+
+    later = [Process(), Lost()]
+    kept = KeptProcess(lambda *_: later.pop(), lambda *_: None)
+    (new,) = later
+    kept.follow(SimpleNamespace(whole=lambda: "all", change=lambda: None))
+    assert next(make() for make in new.unsent) == "all"
 
 
 def test_a_close_does_not_wait_until_another_process_is_tried(monkeypatch):

@@ -105,8 +105,10 @@ class KeptProcess:
 
     def follow(self, teller: FleetTeller) -> None:
         """Tell the process of the servers from now on."""
-        self._running("servers").tell_made("servers", teller.whole)
-        self._teller = teller
+        with self._changed:
+            self._teller = teller
+            if self._process is not None:  # else the next one is told when it begins
+                self._process.tell_made("servers", teller.whole)
         self.tell_of_servers()
 
     def tell_of_servers(self) -> None:
