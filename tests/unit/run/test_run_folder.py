@@ -126,6 +126,7 @@ def test_a_replay_keeps_the_records_of_another_run(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    for dump in (tmp_path / "file", Path("/proc/sys")):  # the second refuses even root
+    # The second refuses even root. The third is a byte that is no UTF-8, as a shell may give it.
+    for dump in (tmp_path / "file", Path("/proc/sys"), tmp_path / "\udcff"):
         with pytest.raises(UserError, match=r"cannot be written to .*\[job\] dump_folder or \[checkpoint\] folder"):
             check_folder(Checkpoint(), dump)

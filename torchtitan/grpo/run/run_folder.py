@@ -55,9 +55,10 @@ def check_folder(cfg: Checkpoint, dump_folder: str | Path, saves: bool = True) -
     dump, folder = Path(dump_folder), Path(dump_folder) / cfg.folder
     if cfg.enable and saves:
         try:
+            str(folder).encode()  # safetensors takes no other name
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise UserError(
                 f"checkpoints cannot be written to {folder} ({error}): change [job] dump_folder or [checkpoint] folder"
             ) from error
