@@ -97,6 +97,14 @@ def test_a_process_outlives_who_reads_its_output(opened: Callable[[], tuple[int,
     assert said.startswith("stdout cannot be written ([Errno ") and error in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("encoding", "printed"), [("ascii", "\\u65e5 \\ud83d\n"), ("utf-8", "日 \\ud83d\n")])
+def test_text_of_any_script_and_half_a_character_can_be_printed(encoding: str, printed: str):
+    code = "from torchtitan.grpo.process.log_lines import init_log_lines\ninit_log_lines()\nprint('\\u65e5', '\\ud83d')"
+    told = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, printed, b"")
+
+
 def test_a_process_that_was_started_without_stdout_goes_on():
     code = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     command = [sys.executable, "-c", code, UNREAD]

@@ -1,6 +1,7 @@
 """Log lines: `12:34:56 INFO  message`, after one line with the date."""
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -46,6 +47,8 @@ class _Lasting:
 
     def __init__(self, stream: TextIO | None, told: "_Lasting | None" = None) -> None:
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115  as long as the process
+        if isinstance(self._stream, io.TextIOWrapper):  # a model may write in any script, and half a character
+            self._stream.reconfigure(errors="backslashreplace")
         self._told = told
 
     def write(self, text: str) -> int:
@@ -83,7 +86,8 @@ class _Stdout(logging.StreamHandler):
 
 
 def init_log_lines(is_continued: bool = False) -> None:
-    """Send all loggers and Python's warnings to stdout. From now on, writing to stdout or stderr raises no OSError.
+    """Send all loggers and Python's warnings to stdout. From now on, writing to stdout or stderr raises neither OSError
+    nor UnicodeError.
 
     Ranks other than 0 write errors, and the warnings of this project. What a library warns of, rank 0 writes too.
     """

@@ -1,7 +1,6 @@
 """What a training script does with its command line."""
 
 import os
-import sys
 from collections.abc import Callable
 
 from torchtitan.config import JobConfig
@@ -32,7 +31,6 @@ def run_job(argv: list[str], make: Callable[[JobConfig], Run], job: Job) -> int:
         if asked is not None:
             with stdout_to_stderr():
                 text = _planned(argv, asked, job)
-            sys.stdout.reconfigure(errors="backslashreplace")  # prompts may be in any script
             print(text, end="")
             return 0
         config = load_config(argv, job=job)
