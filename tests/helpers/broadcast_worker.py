@@ -82,12 +82,12 @@ def stop(broadcaster: Broadcaster) -> None:
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     broadcaster.on_stop = asked.put
     if broadcaster.is_source:
-        assert asked.get(timeout=20) == "no memory"
+        assert asked.get(timeout=20) == "no memory \\ud83d"
         broadcaster.stop_all()
         broadcaster.stop_all(UserError("too few servers"))
         broadcaster.stop_all()
     else:
-        threading.Timer(0.2, broadcaster.request_stop, ["no memory"]).start()
+        threading.Timer(0.2, broadcaster.request_stop, ["no memory \ud83d"]).start()
         for why in ("", "too few servers"):
             try:
                 broadcaster.json()

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.errors import UserError, in_words
+from torchtitan.grpo.errors import UserError, in_words, written_out
 from torchtitan.grpo.policy.rows import PackedRow, from_bytes
 from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.collectives import broadcast_json, gather_json, scatter
@@ -103,7 +103,7 @@ class Broadcaster:
         if self.is_source:
             self._stop(why)
         else:
-            self._store.set(_STOP_KEY, why)
+            self._store.set(_STOP_KEY, written_out(why))  # it takes no half of a character
 
     def _stop(self, why: str = "") -> None:
         self._stops = True
