@@ -12,7 +12,7 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from torchtitan.grpo.errors import UserError, refuse
 from torchtitan.grpo.process.stopping import run_and_exit, stop_in_time, STOPPED, Stopped
 def main():
@@ -23,6 +23,8 @@ def main():
         os.kill(os.getpid(), 9)
     if ends == "is done":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        own = "from torchtitan.grpo.process.stopping import run_and_exit; run_and_exit(lambda: 75)"
+        subprocess.run([sys.executable, "-c", own])  # whose status is not the rank's
         print("waits", flush=True)
         time.sleep(2)
         return 0

@@ -57,6 +57,8 @@ _closing = _interrupting = False
 _status = 128 + signal.SIGTERM
 _is_owned = False
 """`run_and_exit` ends the process."""
+_status_folder: str | None = None
+"""Of `run_and_exit`: no program that the process starts has it, or its status would be taken for this rank's."""
 _owed: int | None = None
 """The status of `stop`, whatever the main thread ends with."""
 _ask: Callable[[int], bool] | None = None
@@ -280,8 +282,9 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     The interpreter's teardown is left out. With torch it takes over a second in each process, and it may hang: on a
     thread of an environment, or on a connection to another rank.
     """
-    global _is_owned
+    global _is_owned, _status_folder
     _is_owned, words = True, ""
+    _status_folder = os.environ.pop(STATUS_FOLDER, None)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -300,10 +303,10 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 def _leave(status: int, words: str) -> NoReturn:
     status = status if _owed is None else _owed
-    if folder := os.environ.get(STATUS_FOLDER):
+    if _status_folder:
         names = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE", "RANK")
         left = "-".join([*(os.environ[name] for name in names), str(status & 0xFF)])
-        with contextlib.suppress(OSError), open(os.path.join(folder, left), "w"):
+        with contextlib.suppress(OSError), open(os.path.join(_status_folder, left), "w"):
             pass  # a name needs no room on a full disk
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
