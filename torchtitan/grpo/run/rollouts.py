@@ -1,6 +1,7 @@
 """Rollouts as the trainer has them: the servers, and a process of its own that makes packed rows of prompts."""
 
 import itertools
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.marker import complete_steps
+from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.share import Share, of_each, rollout_processes
 from torchtitan.grpo.config.tables import check_lengths, longest_tokens
@@ -187,8 +189,10 @@ class Rollouts(Absent):
         self.source, self.tokenizer, self.end_token_ids = source, tokenizer, end_token_ids
         check_lengths(self.config, source.positions)
         routes = astuple(source.routes) if source.routes else ()
-        count = len(self._processes.each)
-        values = to_values(of_each(self.config, count)), source.model_args.vocab_size, end_token_ids, routes
+        count, dump = len(self._processes.each), self.config.job.dump_folder
+        # An environment may go to another folder. A check has none.
+        config = changed(of_each(self.config, count), {"job.dump_folder": dump and os.path.abspath(dump)})
+        values = to_values(config), source.model_args.vocab_size, end_token_ids, routes
         shares = [astuple(Share(number, count)) for number in range(count)]
         lines = self._processes.map(lambda process, share: process.introduce("prepare", *values, share), shares)[0]
         checkpoint = self.config.checkpoint
