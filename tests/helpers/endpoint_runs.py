@@ -72,12 +72,19 @@ class Run:
         self.prompt = Prompt(3, tokenizer("u:1+1=<eos>\na:")["input_ids"], "u:1+1=<eos>\na:")
 
     async def _environment(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
-        async with aiohttp.ClientSession(raise_for_status=False) as http:
-            return await self.play(client, prompt, http)
+        try:
+            async with aiohttp.ClientSession(raise_for_status=False) as http:
+                return await self.play(client, prompt, http)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def collect(self, play, params: SamplingParams = PARAMS) -> list[Sample]:
-        self.play = play
-        return self.collector.collect([self.prompt], params, "test")[0]
+        self.play, self.failure = play, None
+        [group] = self.collector.collect([self.prompt], params, "test")
+        if self.failure is not None:  # it has cost a run the group alone
+            raise self.failure
+        return group
 
     @property
     def sampled(self) -> list[tuple[list[int], Completion]]:
