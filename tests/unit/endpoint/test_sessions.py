@@ -14,7 +14,7 @@ from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.endpoint_runs import PARAMS, VERSION, Run, chat_tokenizer
 from torchtitan.grpo.data.samples import Sample
 from torchtitan.grpo.endpoint.chat import calls_in, reply_message
-from torchtitan.grpo.endpoint.sessions import Branch, Place, Texts
+from torchtitan.grpo.endpoint.sessions import Branch, Place, SessionEnded, Texts
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Turns
 
@@ -182,7 +182,8 @@ REFUSED = {
     "bias": ({"logit_bias": {"5": 1}}, 400, "leave it out"),
     "unknown": ({"guided_regex": "a"}, 400, "does not know"),
     "many logprobs": ({"logprobs": 5}, 400, "sampled token"),
-    "no length": ({"max_tokens": -1}, 400, "`int` >= 1 - at `$.max_tokens`"),
+    "no length": ({"max_tokens": 0}, 400, "`int` >= 1 - at `$.max_tokens`"),
+    "no answer": ({"n": 0}, 400, "`int` >= 1 - at `$.n`"),
     "stops": ({"stop": [1]}, 400, "Expected `str`, got `int` - at `$.stop[0]`"),
     "many stops": ({"stop": ["a"] * 17}, 400, "length <= 16 - at `$.stop`"),
     "a long stop": ({"stop": "a" * 257}, 400, "length <= 256 - at `$.stop[0]`"),
@@ -323,12 +324,12 @@ def test_the_longest_text_that_another_begins_with_is_found(run) -> None:
 
 def test_the_header_names_a_session_and_one_event_is_a_stream(run) -> None:
     async def play(client, prompt, http):
-        async with client.endpoint.session(client, prompt, id="mine") as session:
-            with pytest.raises(UserError, match="'mine' already"):
-                client.endpoint.open(client, prompt, id="mine")
+        async with client.endpoint.session(client, prompt, id="of/mine?") as session:
+            with pytest.raises(UserError, match="'of/mine\\?' already"):
+                client.endpoint.open(client, prompt, id="of/mine?")
             body = {"messages": [{"role": "user", "content": "1+1="}], "stream": True, "max_tokens": 3}
             where = f"{client.endpoint.url}/v1/chat/completions"
-            async with http.post(where, json=body, headers={"X-Session-ID": "mine"}) as response:
+            async with http.post(where, json=body, headers={"X-Session-ID": "of/mine?"}) as response:
                 assert response.status == 200
                 events = (await response.text()).split("\n\n")
             assert events[1:] == ["data: [DONE]", ""]
@@ -339,6 +340,8 @@ def test_the_header_names_a_session_and_one_event_is_a_stream(run) -> None:
             assert event["choices"][0]["delta"] == {"role": "assistant", "content": said}
             async with http.get(f"{session.base_url}/v1/models") as response:
                 assert (await response.json())["data"][0]["max_model_len"] == 128
+            await chat(http, session, [{"role": "user", "content": "2+2="}])  # by the address
+            assert len(session.samples()) == 2
             return [sample]
 
     run.collect(play)
@@ -362,6 +365,31 @@ def test_calls_after_the_end_or_under_way_then_get_410(run) -> None:
 
     run.collect(play)
     assert run.endpoint.metrics() == {"endpoint/calls": 1, "endpoint/open_sessions": 0}
+
+
+def test_an_answer_that_comes_with_the_end_changes_no_sample(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            [(completion, _)] = await session.generate(prompt.token_ids, max_tokens=2)
+            before = list(completion.token_ids)
+            server_says = asyncio.get_running_loop().create_future()
+
+            async def generate(*_, **__):
+                return await server_says
+
+            client.generate = generate
+            late = asyncio.create_task(session.generate([*prompt.token_ids, *before]))
+            while not session.is_busy:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            server_says.set_result([replace(completion)])
+            await asyncio.sleep(0)  # the call has its answer, and nobody has seen it
+        with pytest.raises(SessionEnded):
+            await late
+        assert [sample.token_ids for sample in session.samples()] == [before]
+        return session.samples()
+
+    run.collect(play)
 
 
 def test_an_answer_budget_that_is_used_up_ends_the_sample(run) -> None:

@@ -168,10 +168,12 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
     stop, logprobs = body.get("stop") or (), body.get("logprobs")
     if not isinstance(logprobs, bool) and logprobs not in (None, 0, 1):
         raise BadRequest("logprobs", "only the sampled token's log-probability is there: ask for 1 at most")
-    given = {name: body.get(name) or None for name in Call.__struct_fields__} | {
-        "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens") or None,
+    limits = [limit for name in ("max_completion_tokens", "max_tokens") if (limit := body.get(name)) is not None]
+    given = {name: body.get(name) for name in Call.__struct_fields__} | {
+        "max_tokens": next(iter(limits), None),
         "stop": (stop,) if isinstance(stop, str) else stop,
         "logprobs": logprobs is not None and logprobs is not False,
+        "tools": body.get("tools") or None,
     }
     return converted("body", {name: value for name, value in given.items() if value is not None}, Call)
 

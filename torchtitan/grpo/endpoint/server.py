@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -139,7 +140,8 @@ class Endpoint:
         if id in self._sessions or id in self._ended:
             raise UserError(f"the endpoint has had a session {id!r} already: give each one an id of its own")
         number, client.sessions = client.sessions, client.sessions + 1
-        session = self._sessions[id] = Session(id, f"{self.url}/sessions/{id}", client, prompt, number)
+        base_url = f"{self.url}/sessions/{quote(id, safe='')}"
+        session = self._sessions[id] = Session(id, base_url, client, prompt, number)
         return session
 
     def end(self, session: Session) -> None:

@@ -180,6 +180,8 @@ class Session:
     ) -> list[tuple[Completion, Place | None]]:
         try:
             completions = await self._bounded(call)
+            if self._ended:  # its samples are taken
+                raise SessionEnded
         finally:
             for each in branches:
                 each.busy = False
