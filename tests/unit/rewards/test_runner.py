@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -616,11 +617,14 @@ def test_a_coroutine_that_blocks_or_ends_the_process_costs_no_other_score(functi
 
 def test_a_function_may_score_a_groups_answers_at_once(functions):
     names = [f"{functions}:sizes", "exact_match", f"{functions}:sizes_awaited"]
-    samples = make_samples("a", "b", "42") + make_samples("c", "skip", "slow", "d", "silent")
+    samples, others = make_samples("a", "b", "42"), make_samples("c", "skip", "slow", "d", "silent")
+    samples[1].prompt = replace(samples[1].prompt, token_ids=[2, 1], text="of a conversation of its own ?")
     with RewardRunner(Reward(functions=names, weights=[1.0, 100.0, 10.0], workers=2, timeout_seconds=1.0)) as runner:
-        runner.score(samples)  # the slow group has 5 times 1 s
-    assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, None]
-    assert samples[4].reward_failures[names[0]] == "returned None for this answer of a group, which leaves it out"
+        runner.score(samples)
+        runner.score(others)  # it has 5 times 1 s
+    assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0]
+    assert [sample.reward for sample in others] == [55.0, None, 55.0, 55.0, None]
+    assert others[1].reward_failures[names[0]] == "returned None for this answer of a group, which leaves it out"
 
 
 def test_objects_that_an_environment_keeps_in_a_prompt_are_texts_in_a_reward(functions):

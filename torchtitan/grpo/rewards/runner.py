@@ -11,7 +11,6 @@ computes them and no worker starts.
 """
 
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -152,9 +151,10 @@ class RewardRunner:
         """Fill in `rewards`, `reward` and `reward_failures` of each sample, by the functions of its prompt.
 
         Blocks until all are scored. One score takes at most `timeout_seconds`, and `workers` processes work at a time.
-        A hang or crash adds the start of a new process; answers fail if it does not start again. Samples of one prompt
-        that come one after another are a group: a function that takes groups gets them at once, and one process awaits
-        coroutines for all of them.
+        A hang or crash adds the start of a new process; answers fail if it does not start again.
+
+        Args:
+            samples: Of one group, if a function takes a group. One process awaits coroutines for all of them.
 
         Raises:
             RuntimeError: The runner was closed.
@@ -166,13 +166,10 @@ class RewardRunner:
         if self._here:
             self._score_chunk(list(samples))
             return
-        if self.scores_groups or any(self._is_async):
-            chunks = [list(group) for _, group in itertools.groupby(samples, lambda sample: id(sample.prompt))]
-        else:
-            chunk = CHUNK_SAMPLES
-            if not self._all_safe:
-                chunk = min(chunk, -(-len(samples) // len(self._workers)))
-            chunks = [list(samples[i : i + chunk]) for i in range(0, len(samples), chunk or 1)]
+        chunk = len(samples)
+        if not self.scores_groups and not any(self._is_async):
+            chunk = CHUNK_SAMPLES if self._all_safe else min(CHUNK_SAMPLES, -(-chunk // len(self._workers)))
+        chunks = [list(samples[i : i + chunk]) for i in range(0, len(samples), chunk or 1)]
         if len(chunks) == 1:  # the caller would only wait for another thread
             self._score_chunk(chunks[0])
             return
