@@ -69,11 +69,14 @@ class SilenceWatch:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            quiet_since = time.monotonic() - LOOK_S
-            quiet = [server for server in self._owing() if self._heard_at[server] < quiet_since]
-            await asyncio.gather(*map(self._ask, quiet))
+        asked: dict[Server, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as asking:  # one that is late delays no look at others
+            while True:
+                await asyncio.sleep(LOOK_S)
+                quiet_since = time.monotonic() - LOOK_S
+                for server in self._owing():
+                    if self._heard_at[server] < quiet_since and (server not in asked or asked[server].done()):
+                        asked[server] = asking.create_task(self._ask(server))
 
     async def _ask(self, server: Server) -> None:
         asked_at, loop = time.monotonic(), asyncio.get_running_loop()
