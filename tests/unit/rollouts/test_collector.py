@@ -1113,6 +1113,46 @@ def test_a_group_that_takes_too_long_ends_its_collection(make_collector) -> None
     assert in_flight(collector) == [0, 0]
 
 
+def test_a_group_whose_environment_does_not_let_itself_be_cancelled_is_given_up_too(make_collector) -> None:
+    over, ended = threading.Event(), threading.Event()
+
+    async def stubborn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        while not over.is_set():
+            with contextlib.suppress(BaseException):  # as `except:` in a loop of retries does
+                await asyncio.sleep(0.05)
+        samples = await single_turn(client, prompt)  # its group may have ended
+        ended.set()
+        return samples
+
+    collector = make_collector(environment=undecorated(stubborn))
+    collector.group_timeout_s = 0.3
+    with pytest.raises(EngineError, match=r"^prompt 10 took longer than \[rollout\] group_timeout_seconds = 0.3"):
+        collector.collect(prompts_of(1), PARAMS, "a")
+    stubborn.per_sample = True
+    collector = make_collector(environment=stubborn)
+    collector.group_timeout_s = 0.3
+    [group] = collector.collect(prompts_of(1), PARAMS, "a")
+    assert tokens([group]) == [[[], []]] and "took longer than" in group[0].reward_failures["tests:rollout"]
+    over.set()
+    assert ended.wait(10)
+    wait_until(lambda: in_flight(collector) == [0, 0])
+    collector.group_timeout_s = 30
+    assert tokens(collector.collect(prompts_of(1), PARAMS, "b")) != [[[], []]]
+
+
+def test_a_group_that_has_ended_has_no_limit() -> None:
+    async def ended() -> GroupCall:
+        async with asyncio.timeout(10) as limit:
+            return GroupCall(limit=limit, timeout_s=10)
+
+    async def asks_all_the_same() -> None:
+        call = await ended()
+        call.waits()
+        call.begun(3)
+
+    asyncio.run(asks_all_the_same())
+
+
 def test_the_first_server_with_new_weights_gets_its_share_only(make_collector, new_server, servers, in_thread) -> None:
     collector = make_collector([servers[0].url, servers[1].url])
     first, second = collector.fleet.servers

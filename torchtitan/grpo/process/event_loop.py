@@ -10,6 +10,7 @@ from torchtitan.grpo.process.stopping import run_loop
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
+CANCEL_S = 1.0
 
 
 async def cancel_others() -> None:
@@ -58,6 +59,19 @@ class LoopThread:
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self.loop.close()
+
+
+async def left_if_cancelled(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Its result. If the wait is cancelled, so is the coroutine. One that goes on all the same for CANCEL_S is left."""
+    task = asyncio.create_task(coroutine)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, though nobody waits
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_S)
+        raise
+    return task.result()
 
 
 async def all_of(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,6 +1,7 @@
 """The call for one group, and its requests that wait for a server."""
 
 import asyncio
+import contextlib
 import heapq
 import math
 from collections.abc import Callable
@@ -124,4 +125,5 @@ class GroupCall:
 
     def _end_at(self, time: float | None) -> None:
         if self.limit is not None and not self.is_under_way and not self.limit.expired():
-            self.limit.reschedule(time)
+            with contextlib.suppress(RuntimeError):  # the group has ended, and its environment still asks
+                self.limit.reschedule(time)

@@ -16,7 +16,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
 from torchtitan.grpo.errors import UserError, renamed, said
-from torchtitan.grpo.process.event_loop import all_of
+from torchtitan.grpo.process.event_loop import all_of, left_if_cancelled
 from torchtitan.grpo.process.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.group_call import GroupCall
@@ -96,11 +96,14 @@ class GuardedEnvironment:
             return self._give_up(prompt, 1, f"took longer than [rollout] group_timeout_seconds = {timeout_s:g}")
 
     async def _run(self, client: RolloutClient, prompt: Prompt, call: GroupCall) -> Group:
+        async with self._place(call):
+            return await left_if_cancelled(self._play(client, prompt, call))
+
+    async def _play(self, client: RolloutClient, prompt: Prompt, call: GroupCall) -> Group:
         try:
-            async with self._place(call):
-                with renamed(KEY, self.key), self._counted():
-                    returned = self._environment(client, prompt)
-                    samples = await returned if inspect.isawaitable(returned) else returned
+            with renamed(KEY, self.key), self._counted():
+                returned = self._environment(client, prompt)
+                samples = await returned if inspect.isawaitable(returned) else returned
         except (EngineError, FleetError, UserError) as error:
             if not isinstance(error, Refused) or self.is_single_turn or not self._has_worked:
                 raise
