@@ -213,6 +213,17 @@ def test_a_task_that_fails_hangs_or_blocks_costs_its_own_samples() -> None:
     assert children() <= before
 
 
+def test_what_cannot_be_stopped_leaves_no_thread(monkeypatch) -> None:
+    async def fails(self: VerifiersEnvironment) -> None:
+        raise RuntimeError("a tool's server does not end")
+
+    environment = VerifiersEnvironment(f"{TASKS}.sums", {})
+    monkeypatch.setattr(VerifiersEnvironment, "_stop", fails)
+    with pytest.raises(RuntimeError, match="does not end"):
+        environment.close()
+    assert environment._thread.loop.is_closed()
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [

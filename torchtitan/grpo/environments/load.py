@@ -108,8 +108,9 @@ def _check_arguments(function: Any, name: str, *positional: Any, **arguments: An
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:  # no function, or one of C that does not say
         raise UserError(f'{KEY}: "{name}" must be callable with (client, prompt): {error}') from error
-    known = [each.name for each in signature.parameters.values() if each.name not in positional]
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+    by_name = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.POSITIONAL_ONLY]
+    known = [each.name for each in by_name if each.name not in positional]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in by_name)
     unknown = [each for each in arguments if each not in known]
     if unknown and not takes_any:
         raise UserError(

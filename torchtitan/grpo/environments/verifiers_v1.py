@@ -136,9 +136,11 @@ class VerifiersEnvironment:
         return _samples(conversation, episode)
 
     def close(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            self._thread.wait(self._stop(), CLOSE_TIMEOUT_S)
-        self._thread.close()
+        try:
+            with contextlib.suppress(TimeoutError):
+                self._thread.wait(self._stop(), CLOSE_TIMEOUT_S)
+        finally:
+            self._thread.close()
 
     # ------------------------------------------------------------------------------------ on verifiers' event loop
 
