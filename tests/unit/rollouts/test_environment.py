@@ -260,8 +260,10 @@ def test_a_reward_that_the_environment_gave_is_kept() -> None:
     assert checked([sample], "m:f", 10)[0].reward == 0.5
 
 
-def test_arrays_become_lists() -> None:
+def test_arrays_become_lists_and_their_numbers_rewards() -> None:
     sample = Sample(PROMPT, [1, 2], np.array([-0.5, -1.0]), [4, 4], "stop", loss_mask=np.array([True, False]))
+    sample.reward, sample.rewards = np.float32(0.5), {"tests_passed": np.int64(3), "share": np.float32(0.25)}
     (found,) = checked([sample], "m:f", 10)
     assert from_bytes(to_bytes([found])) == [found]
     assert (found.logprobs, found.loss_mask) == ([-0.5, -1.0], [True, False])
+    assert (found.reward, found.rewards) == (0.5, {"tests_passed": 3, "share": 0.25})

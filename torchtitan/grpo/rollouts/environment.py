@@ -7,6 +7,7 @@ group. It may call the servers through its `RolloutClient` as often as it likes.
 
 import itertools
 import math
+import numbers
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -277,11 +278,12 @@ def checked(
             raise UserError(f"{where}: a sample of {tokens} tokens has {entries} log-probabilities, versions and masks")
         rewards = {"reward": sample.reward} if sample.reward is not None else {}
         for what, value in (rewards | sample.rewards).items():
-            if not isinstance(value, int | float):
+            if not isinstance(value, numbers.Real):  # NumPy's are, too
                 raise UserError(f"{where}: {what} = {shown(value)} of a sample is no number")
         if sample.reward is not None and not abs(sample.reward) <= REWARD_MAX:
             raise ValueError(f"a sample with the reward {sample.reward!r}, which is over {REWARD_MAX:g} or no number")
-        sample.rewards = {what: value for what, value in sample.rewards.items() if abs(value) <= REWARD_MAX}
+        sample.reward = None if sample.reward is None else float(sample.reward)
+        sample.rewards = {what: float(value) for what, value in sample.rewards.items() if abs(value) <= REWARD_MAX}
         if oldest >= 0 and min(sample.sampled_versions, default=oldest) < oldest:
             raise UserError(
                 f"{where}: a sample has a token of weight version {min(sample.sampled_versions)}, and its group began "
