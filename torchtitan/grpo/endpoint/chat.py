@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.chat import joined_text, rendered
-from torchtitan.grpo.endpoint.requests import BadRequest, TooLong
+from torchtitan.grpo.endpoint.requests import CHAT, Asked, BadRequest, TooLong, cut_text, parse
 from torchtitan.grpo.endpoint.sessions import Place, Session
+from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.errors import UserError
 
 Message = dict[str, Any]
@@ -67,6 +68,30 @@ class Chat:
     ) -> None:
         self._tokenizer, self._arguments, self._plain_text = tokenizer, arguments, plain_text
         self.vocab_size = len(tokenizer)
+
+    def asked(self, session: Session, body: Mapping[str, Any]) -> Asked:
+        """A request in the form of `/v1/chat/completions`.
+
+        Raises:
+            BadRequest, TooLong: See `requests.parse` and `messages`.
+        """
+        call = parse(body, CHAT, session.client.params)
+        if not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise BadRequest("messages", "must be a list of one message or more")
+        rendered = self.messages(session, body["messages"], call.tools)
+        return Asked(call, rendered.token_ids, rendered.digest)
+
+    def choice(
+        self, session: Session, asked: Asked, number: int, completion: Completion, place: Place | None
+    ) -> dict[str, Any]:
+        """What the reply to such a request has of one completion, by which its session knows the turn again."""
+        text = cut_text(self.decode(completion.token_ids), asked.call.stop)
+        message = reply_message(text, asked.call.tools, asked.key)
+        if place is not None:
+            session.said[digest_with(asked.key, message)] = place
+        called = completion.finish_reason == "stop" and "tool_calls" in message
+        finish_reason = "tool_calls" if called else completion.finish_reason
+        return {"index": number, "message": message, "finish_reason": finish_reason}
 
     def messages(self, session: Session, messages: list[Message], tools: list[Any] | None) -> Rendered:
         """The token ids of a conversation that the model is to continue.

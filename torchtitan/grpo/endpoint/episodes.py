@@ -1,6 +1,7 @@
 """`[rollout] environment = "endpoint"`: a harness outside takes episodes, plays them, and posts their rewards."""
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import deque
@@ -95,16 +96,13 @@ class Episodes:
     async def next(self, wait_s: float) -> Episode | None:
         """The next episode for a harness; None if there is none within `wait_s`, or if the run ends."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
         self._asking += 1
         try:
-            while not self._offered and not self._closed and loop.time() < deadline:
-                self._news.clear()
-                news = asyncio.ensure_future(self._news.wait())
-                try:
-                    await asyncio.wait([news], timeout=deadline - loop.time())
-                finally:
-                    news.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while not self._offered and not self._closed:
+                        self._news.clear()
+                        await self._news.wait()
         finally:
             self._asking -= 1
             self._seen_at = loop.time()

@@ -18,10 +18,10 @@ from torchtitan.grpo.config.hub import model_name
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint import requests
-from torchtitan.grpo.endpoint.chat import CHARS_PER_TOKEN, Chat, digest_with, off_loop, reply_message
+from torchtitan.grpo.endpoint.chat import CHARS_PER_TOKEN, Chat, off_loop
 from torchtitan.grpo.endpoint.episodes import WAIT_MAX_S, Episodes, outcome
 from torchtitan.grpo.endpoint.requests import Asked, BadRequest
-from torchtitan.grpo.endpoint.sessions import Place, Session, SessionEnded
+from torchtitan.grpo.endpoint.sessions import Answers, Session, SessionEnded
 from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import http_url
@@ -41,7 +41,6 @@ _ENDED_KEPT = 100_000
 _SHUTDOWN_S = 1.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Answers = list[tuple[Completion, Place | None]]
 
 
 class Endpoint:
@@ -194,22 +193,8 @@ class Endpoint:
         self.calls += 1
         async with session.order:
             asked = await off_loop(len(raw), lambda: read(session, requests.body_of(raw)))
-            call = asked.call
-            answers = session.generate(
-                asked.token_ids,
-                n=call.n,
-                max_tokens=call.max_tokens,
-                stop_token_ids=call.stop_token_ids,
-                stop=call.stop,
-            )
+            answers = session.answer(asked)
         return session, asked, await answers
-
-    def _read_chat(self, session: Session, body: dict[str, Any]) -> Asked:
-        call = requests.parse(body, requests.CHAT, session.client.params)
-        if not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise BadRequest("messages", "must be a list of one message or more")
-        rendered = self.chat.messages(session, body["messages"], call.tools)
-        return Asked(call, rendered.token_ids, rendered.digest)
 
     def _read_completion(self, session: Session, body: dict[str, Any]) -> Asked:
         call = requests.parse(body, requests.COMPLETIONS, session.client.params)
@@ -221,16 +206,11 @@ class Endpoint:
         return Asked(call, requests.token_ids(prompt, "prompt", self.chat.vocab_size), "")
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        session, asked, answers = await self._asked(request, self._read_chat)
-        call, choices = asked.call, []
+        session, asked, answers = await self._asked(request, self.chat.asked)
+        choices = []
         for i, (completion, place) in enumerate(answers):
-            text = requests.cut_text(self.chat.decode(completion.token_ids), call.stop)
-            message = reply_message(text, call.tools, asked.key)
-            if place is not None:
-                session.said[digest_with(asked.key, message)] = place
-            called = completion.finish_reason == "stop" and "tool_calls" in message
-            choice = {"index": i, "message": message, "finish_reason": "tool_calls" if called else None}
-            choices.append(choice | self._extras(completion, call, requests.chat_logprobs))
+            choice = self.chat.choice(session, asked, i, completion, place)
+            choices.append(choice | self._extras(completion, asked.call, requests.chat_logprobs))
         return await self._reply(request, "chat.completion", asked, answers, choices)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -242,7 +222,7 @@ class Endpoint:
             if place is not None and asked.key:
                 for said in (whole, shown):
                     session.texts.add(asked.key + said, place)
-            choice = {"index": i, "text": shown, "finish_reason": None}
+            choice = {"index": i, "text": shown, "finish_reason": completion.finish_reason}
             choices.append(choice | self._extras(completion, call, requests.completion_logprobs))
         return await self._reply(request, "text_completion", asked, answers, choices)
 
@@ -287,10 +267,7 @@ class Endpoint:
         self, request: web.Request, kind: str, asked: Asked, answers: Answers, choices: list[dict[str, Any]]
     ) -> web.StreamResponse:
         call, prompt = asked.call, asked.token_ids
-        completions = [completion for completion, _ in answers]
-        for choice, completion in zip(choices, completions, strict=True):
-            choice["finish_reason"] = choice["finish_reason"] or completion.finish_reason
-        counts = requests.usage(len(prompt), completions)
+        counts = requests.usage(len(prompt), [completion for completion, _ in answers])
         whole = requests.reply(kind, f"call-{secrets.token_hex(8)}", call.model or self._model, choices, counts)
         if call.return_token_ids:
             whole["prompt_token_ids"] = prompt

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.endpoint.requests import BadRequest
+from torchtitan.grpo.endpoint.requests import Asked, BadRequest
 from torchtitan.grpo.engines.protocol import Completion, Refused
 from torchtitan.grpo.process.random_numbers import prompt_seed
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
@@ -47,6 +47,10 @@ class Place:
     @property
     def token_ids(self) -> list[int]:
         return self.branch.turns.token_ids[: self.tokens]
+
+
+Answers = list[tuple[Completion, Place | None]]
+"""Completions, and where each ends. None if it is empty."""
 
 
 class Texts:
@@ -136,6 +140,13 @@ class Session:
         begun = sorted(self._branches, key=lambda branch: branch.begun)  # `_branches` is in the order of their answers
         return [branch.turns.sample() for branch in begun if branch.turns.sample().token_ids]
 
+    def answer(self, asked: Asked) -> Coroutine[Any, Any, Answers]:
+        """`generate`, for a request that was read."""
+        call = asked.call
+        return self.generate(
+            asked.token_ids, n=call.n, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
+        )
+
     def generate(
         self,
         token_ids: list[int],
@@ -144,8 +155,8 @@ class Session:
         max_tokens: int | None = None,
         stop_token_ids: tuple[int, ...] = (),
         stop: tuple[str, ...] = (),
-    ) -> Coroutine[Any, Any, list[tuple[Completion, Place | None]]]:
-        """`RolloutClient.generate`, recorded: each completion, and where it ends. None if it is empty.
+    ) -> Coroutine[Any, Any, Answers]:
+        """`RolloutClient.generate`, recorded.
 
         It has its number, its seed and the sample that it continues at once, before it is awaited.
 
@@ -177,7 +188,7 @@ class Session:
 
     async def _recorded(
         self, branches: list[Branch], token_ids: list[int], call: Coroutine[Any, Any, list[Completion]]
-    ) -> list[tuple[Completion, Place | None]]:
+    ) -> Answers:
         try:
             completions = await self._bounded(call)
             if self._ended:  # its samples are taken

@@ -16,8 +16,8 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.types import Response, SamplingConfig, TurnTokens
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.endpoint.chat import Chat, characters, digest_with, off_loop, reply_message
-from torchtitan.grpo.endpoint.requests import CHAT, BadRequest, cut_text, parse, reply, usage
+from torchtitan.grpo.endpoint.chat import Chat, characters, off_loop
+from torchtitan.grpo.endpoint.requests import BadRequest, reply, usage
 from torchtitan.grpo.endpoint.sessions import Session, SessionEnded
 from torchtitan.grpo.environments.in_process import NO_TOKENS_LEFT
 from torchtitan.grpo.rollouts.environment import RolloutClient
@@ -57,26 +57,19 @@ class Conversation:
             self.sessions[trace_id] = Session(trace_id, ADDRESS, self.client, self.prompt, self.number(trace_id))
         session = self.sessions[trace_id]
         try:
-            call = parse(body | {"n": 1, "stream": False}, CHAT, self.client.params)
-            messages = body["messages"]
+            one = body | {"n": 1, "stream": False}
             async with session.order:
-                rendered = await off_loop(characters(messages), self.chat.messages, session, messages, call.tools)
-                answers = session.generate(
-                    rendered.token_ids, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
-                )
+                asked = await off_loop(characters(body["messages"]), self.chat.asked, session, one)
+                answers = session.answer(asked)
             [(completion, place)] = await answers
             if place is None:
                 raise ProviderError(NO_TOKENS_LEFT, status_code=400)
-            said = cut_text(self.chat.decode(completion.token_ids), call.stop)
-            message = reply_message(said, call.tools, rendered.digest)
-            session.said[digest_with(rendered.digest, message)] = place
+            choice = self.chat.choice(session, asked, 0, completion, place)
         except (BadRequest, SessionEnded, RecursionError) as error:  # RecursionError: nested deeply
             raise ProviderError(str(error), status_code=400) from error
-        called = completion.finish_reason == "stop" and "tool_calls" in message
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if called else completion.finish_reason}
-        counts = usage(len(rendered.token_ids), [completion])
+        counts = usage(len(asked.token_ids), [completion])
         tokens = TurnTokens.model_construct(
-            prompt_ids=rendered.token_ids,
+            prompt_ids=asked.token_ids,
             completion_ids=completion.token_ids,
             completion_logprobs=completion.logprobs,
         )
