@@ -210,10 +210,11 @@ def test_turns_join_the_routes_of_their_answers(ends):
     known = sample.routes
     for routes in (None, known[:-10], known[:, :2], known.tolist(), known.astype(float)):
         with pytest.raises(UserError, match=r"'e': a sample has .*routing.* needs .* positions of 3 layers"):
-            checked([replace(sample, routes=routes)], "e", 99, routes=ROUTES)
+            checked([replace(sample, routes=routes)], "e", sample.prompt, replace(PARAMS, max_tokens=99))
     with pytest.raises(ValueError, match=r"needs each turn to continue `Turns\.token_ids`"):
         turns.sampled(ends.ask(PROMPT[:3], replace(PARAMS, n=1))[0])
-    assert checked([sample], "e", 10, routes=ROUTES)[0].token_ids == sample.token_ids[:10], "cut as always"
+    [cut] = checked([sample], "e", sample.prompt, replace(PARAMS, max_tokens=10))
+    assert cut.token_ids == sample.token_ids[:10], "cut as always"
 
 
 def test_an_answer_across_an_update_keeps_what_older_weights_chose(ends):

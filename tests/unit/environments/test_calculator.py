@@ -98,7 +98,7 @@ def converse(tokenizer, first: list[str], then: dict[str, str], max_tokens: int 
     prompt = Prompt(0, tokenizer(QUESTION)["input_ids"], QUESTION, "408")
     params = SamplingParams(len(first), 1.0, max_tokens, (END,), 0)
     samples = asyncio.run(rollout(RolloutClient(tokenizer, params, prompt, ask), prompt))
-    return checked(samples, "calculator", max_tokens), asked
+    return checked(samples, "calculator", prompt, params), asked
 
 
 def parts(tokenizer, sample) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import torch
 
 from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.policy.batch import counted_samples, has_signal, shaped_reward, split, training_samples
 from torchtitan.grpo.policy.kl_reward import kl_by_sample
 from torchtitan.grpo.policy.microbatch import Microbatch
@@ -40,7 +41,7 @@ def test_the_overlong_penalty_makes_the_signal_of_a_group_with_equal_rewards():
     assert [shaped_reward(sample, grpo, LIMIT) for sample in group] == [1.0, 1.0 - 3 / 4]
     assert has_signal(group, grpo, LIMIT)
     branch = replace(answer(1.0, 2), prompt=Prompt(0, [5, 6, 7, 8, 9], ""))
-    checked([branch], "tests:play", LIMIT, prompt_tokens=2)
+    checked([branch], "tests:play", Prompt(0, [5, 6], ""), SamplingParams(1, 1.0, LIMIT))
     assert shaped_reward(branch, grpo, LIMIT) == 1.0 - 1 / 4, "it has as many tokens beyond the prompt as one of 5"
 
 

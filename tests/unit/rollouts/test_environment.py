@@ -20,6 +20,10 @@ PROMPT = Prompt(7, [3, 4, 5], "a prompt")
 PARAMS = SamplingParams(n=4, temperature=0.7, max_tokens=10, stop_token_ids=(2,), seed=100)
 
 
+def check(samples: list[Sample], max_tokens: int, oldest: int = -1, prompt: Prompt = PROMPT, **params) -> list[Sample]:
+    return checked(samples, "m:f", prompt, replace(PARAMS, max_tokens=max_tokens, **params), oldest)
+
+
 class Asked:
     """The other end of a `RolloutClient`: notes what it is asked, and answers each with one token per call."""
 
@@ -124,7 +128,7 @@ def test_turns_keep_tokens_versions_and_who_said_them() -> None:
     turns.sampled(Completion([12], [-0.3], "length", [8], "http://b"))
     turns.given([])
     sample = turns.sample()
-    assert checked([sample], "m:f", 6) == [
+    assert check([sample], 6) == [
         Sample(
             PROMPT,
             [10, 11, 20, 21, 22, 12],
@@ -150,11 +154,11 @@ def test_turns_know_what_was_kept_in_place_of_each_sampled_token() -> None:
     assert sample.kept.counts.tolist() == [0, 3, 3, 0, 0, 3, 0, 0]
     assert sample.kept.ids.tolist() == [5, 90, 91, 6, 90, 91, 7, 90, 91]
     for wrong in (None, sample.kept.first(7)):
-        with pytest.raises(UserError, match=r"'e': a sample of 8 tokens says of [07] which tokens were kept.*`Turns`"):
-            checked([replace(sample, kept=wrong)], "e", 99, kept=True)
-    (cut,) = checked([sample], "e", 3, kept=True)
+        with pytest.raises(UserError, match=r"'m:f': a sample of 8 tokens says of [07] which tokens were .*`Turns`"):
+            check([replace(sample, kept=wrong)], 99, kept=True)
+    (cut,) = check([sample], 3, kept=True)
     assert cut.token_ids == [4, 5, 6] and cut.kept.ids.tolist() == [5, 90, 91, 6, 90, 91]
-    assert checked([Sample(PROMPT, [], [], [], "abort")], "e", 3, kept=True), "nothing is trained"
+    assert check([Sample(PROMPT, [], [], [], "abort")], 3, kept=True), "nothing is trained"
 
 
 def test_turns_keep_the_likeliest_tokens_of_what_was_sampled() -> None:
@@ -163,17 +167,17 @@ def test_turns_keep_the_likeliest_tokens_of_what_was_sampled() -> None:
     turns.sampled(Completion([8, 9], [-0.5] * 2, "stop", [1, 1], top=told))
     turns.given([6])
     turns.sampled(Completion([1], [-0.5], "stop", [1], top=told.cut(1)))
-    [sample] = checked([turns.sample()], "a", 4, top_tokens=2)
+    [sample] = check([turns.sample()], 4, top_tokens=2)
     assert sample.token_ids == [6, 8, 9, 6]
     assert sample.top.ids.tolist() == [[-1, -1], [8, 1], [9, 2], [-1, -1]]
     assert np.exp(sample.top.logprobs).sum(1) == pytest.approx([0, 2 * np.exp(-0.75), 2 * np.exp(-0.75), 0])
     only_given = Turns(PROMPT)
     only_given.given([6])
-    checked([only_given.sample()], "a", 4, top_tokens=2)
+    check([only_given.sample()], 4, top_tokens=2)
     for top in (None, told):
         made = Sample(PROMPT, [5], [-0.5], [1], "stop", top=top)
         with pytest.raises(UserError, match=r"2 likeliest tokens .*score_centering needs: make samples with `Turns`"):
-            checked([made], "a", 4, top_tokens=2)
+            check([made], 4, top_tokens=2)
 
 
 def test_a_text_is_no_turn() -> None:
@@ -198,14 +202,14 @@ def test_what_an_environment_says_first_is_not_trained_on() -> None:
 def test_a_sample_is_cut_by_the_answers_limit_and_not_by_a_turns(tokens: int, prompt: int, ends: str) -> None:
     """The group's prompt has two tokens, and an answer five. What a sample's own prompt adds counts, too."""
     sample = Sample(Prompt(0, [1] * prompt, "", ""), [3] * tokens, [0.0] * tokens, [0] * tokens, "length")
-    assert checked([sample], "tests:play", 5, prompt_tokens=2)[0].finish_reason == ends
+    assert check([sample], 5, prompt=Prompt(0, [1, 1], ""))[0].finish_reason == ends
 
 
 def test_answers_over_the_limit_are_cut_in_every_column() -> None:
     masked = Sample(PROMPT, [1, 2, 3], [0.1, 0.2, 0.3], [1, 1, 2], "stop", [True, False, True])
     plain = Sample(PROMPT, [1, 2, 3], [0.1, 0.2, 0.3], [1, 1, 2], "stop")
     short = Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "stop")
-    group = checked([masked, plain, short], "m:f", 2)
+    group = check([masked, plain, short], 2)
     assert group == [
         Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "length", [True, False]),
         Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "length"),
@@ -216,7 +220,7 @@ def test_answers_over_the_limit_are_cut_in_every_column() -> None:
 @pytest.mark.parametrize("returned", [None, "text", (), [PROMPT], [None], {"samples": []}])
 def test_what_is_no_group_is_refused(returned: object) -> None:
     with pytest.raises(UserError, match=r"\[rollout\] environment = 'm:f' must return a list of one Sample or more"):
-        checked(returned, "m:f", 10)
+        check(returned, 10)
 
 
 @pytest.mark.parametrize("column", ["logprobs", "versions", "loss_mask"])
@@ -224,21 +228,21 @@ def test_columns_of_another_length_are_refused(column: str) -> None:
     sample = Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "stop", [True, True])
     getattr(sample, column).append(0)
     with pytest.raises(UserError, match=r"environment = 'm:f': a sample of 2 tokens has \[.*3.*\]"):
-        checked([sample], "m:f", 10)
+        check([sample], 10)
 
 
 def test_tokens_from_before_the_group_are_refused() -> None:
     sample = Sample(PROMPT, [1, 2], [0.1, 0.2], [3, 4], "stop", [False, True])
-    assert checked([sample], "m:f", 10, 4) == [sample]
+    assert check([sample], 10, 4) == [sample]
     with pytest.raises(UserError, match=r"'m:f': a sample has a token of weight version 4, and its group began at 5"):
-        checked([sample], "m:f", 10, 5)
+        check([sample], 10, 5)
 
 
 @pytest.mark.parametrize("reward", ["1", [1.0]])
 def test_rewards_of_another_type_are_refused(reward: object) -> None:
     for fields in ({"reward": reward}, {"rewards": {"tests_passed": reward}}):
         with pytest.raises(UserError, match=r"environment = 'm:f': (reward|tests_passed) = .* is no number"):
-            checked([Sample(PROMPT, [1], [0.1], [1], "stop", **fields)], "m:f", 10)
+            check([Sample(PROMPT, [1], [0.1], [1], "stop", **fields)], 10)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e39])
@@ -246,24 +250,24 @@ def test_what_an_episode_may_cause_costs_no_more_than_itself(bad: float) -> None
     def sample(**fields: object) -> Sample:
         return Sample(PROMPT, [1], [0.1], [1], "stop", **fields)
 
-    [kept] = checked([sample(reward=0.5, rewards={"seconds": bad, "tests_passed": 3})], "m:f", 10)
+    [kept] = check([sample(reward=0.5, rewards={"seconds": bad, "tests_passed": 3})], 10)
     assert (kept.reward, kept.rewards) == (0.5, {"tests_passed": 3})
     over = Sample(PROMPT, [1, 60], [0.1, 0.0], [1, 1], "stop", [True, False])
     for samples, said in (([sample(reward=bad)], f"reward {bad!r}"), ([], "no sample"), ([over], "token 60")):
         with pytest.raises(ValueError, match=re.escape(said)) as raised:
-            checked(samples, "m:f", 10, vocab_size=60)
+            check(samples, 10, vocab_size=60)
         assert not isinstance(raised.value, UserError)
 
 
 def test_a_reward_that_the_environment_gave_is_kept() -> None:
     sample = Sample(PROMPT, [1], [0.1], [1], "stop", rewards={"tests_passed": 3}, reward=0.5)
-    assert checked([sample], "m:f", 10)[0].reward == 0.5
+    assert check([sample], 10)[0].reward == 0.5
 
 
 def test_arrays_become_lists_and_their_numbers_rewards() -> None:
     sample = Sample(PROMPT, [1, 2], np.array([-0.5, -1.0]), [4, 4], "stop", loss_mask=np.array([True, False]))
     sample.reward, sample.rewards = np.float32(0.5), {"tests_passed": np.int64(3), "share": np.float32(0.25)}
-    (found,) = checked([sample], "m:f", 10)
+    (found,) = check([sample], 10)
     assert from_bytes(to_bytes([found])) == [found]
     assert (found.logprobs, found.loss_mask) == ([-0.5, -1.0], [True, False])
     assert (found.reward, found.rewards) == (0.5, {"tests_passed": 3, "share": 0.25})

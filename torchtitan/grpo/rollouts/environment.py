@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import ANY_VOCAB, REWARD_MAX, Group, Prompt, Sample, TopTokens
+from torchtitan.grpo.data.samples import REWARD_MAX, Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError, in_words, shown
@@ -229,30 +229,17 @@ def rows_of(environment: Environment, key: str = KEY) -> Sequence[dict[str, Any]
 
 
 def checked(
-    samples: list[Sample],
-    name: str,
-    max_tokens: int,
-    oldest: int = -1,
-    routes: RouteShape | None = None,
-    vocab_size: int = ANY_VOCAB,
-    prompt_tokens: int | None = None,
-    kept: bool = False,
-    top_tokens: int = 0,
-    ours: bool = False,
+    samples: list[Sample], name: str, prompt: Prompt, params: SamplingParams, oldest: int = -1, ours: bool = False
 ) -> Group:
-    """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
+    """Check what an environment returned and cut each sample to `params.max_tokens`, which given tokens may exceed.
 
     A number in `rewards` that is not finite is left out: it only informs. A sample that ends at its last turn's own
     limit, and had tokens left, has stopped.
 
     Args:
+        prompt: The group's. What a sample's own prompt has beyond it counts to `max_tokens`.
+        params: What the group was asked for.
         oldest: The weight version of the server at the group's first request. -1: nothing to check.
-        routes: The shape of the samples' routes. None: they need none.
-        vocab_size: The model's.
-        top_tokens: How many likeliest tokens each position has. 0: none are needed.
-        prompt_tokens: Of the group's prompt. What a sample's prompt has beyond it counts to `max_tokens`. None: of each
-            sample's own.
-        kept: Samples say which tokens could be drawn.
         ours: They are as `single_turn` made them, of values that the client has checked.
 
     Raises:
@@ -266,6 +253,7 @@ def checked(
         raise UserError(f"{where} must return a list of one Sample or more, not {repr(samples)[:100]}")
     if not samples:
         raise ValueError("no sample")
+    max_tokens = params.max_tokens
     for sample in samples:
         if not ours:
             _check_values(sample, where)
@@ -289,27 +277,26 @@ def checked(
                 f"{where}: a sample has a token of weight version {min(sample.sampled_versions)}, and its group began "
                 f"at {oldest}: return what `client.generate` answered for this prompt, with its versions"
             )
-        if routes is not None and tokens:
-            _check_routes(sample, routes, where)
-        if kept:
+        if params.routes is not None and tokens:
+            _check_routes(sample, params.routes, where)
+        if params.kept:
             _check_kept(sample, where)
         told = None if sample.top is None else sample.top.ids.shape
-        if top_tokens and sample.sampled_tokens and told != (tokens, top_tokens):
+        if params.top_tokens and sample.sampled_tokens and told != (tokens, params.top_tokens):
             raise UserError(
-                f"{where}: a sample has not the {top_tokens} likeliest tokens in place of each of its {tokens}, which "
-                "[grpo] score_centering needs: make samples with `Turns`, or pass on `Completion.top`"
+                f"{where}: a sample has not the {params.top_tokens} likeliest tokens in place of each of its {tokens}, "
+                "which [grpo] score_centering needs: make samples with `Turns`, or pass on `Completion.top`"
             )
-        if tokens and not (min(sample.token_ids) >= 0 and max(sample.token_ids) < vocab_size):
+        if tokens and not (min(sample.token_ids) >= 0 and max(sample.token_ids) < params.vocab_size):
             wrong = min(sample.token_ids) if min(sample.token_ids) < 0 else max(sample.token_ids)
-            raise ValueError(f"a sample with token {wrong}, and the model has {vocab_size}")
+            raise ValueError(f"a sample with token {wrong}, and the model has {params.vocab_size}")
         if tokens > max_tokens:
             sample.finish_reason = "length"
             for column in (sample.token_ids, *columns):
                 del column[max_tokens:]
             sample.kept = sample.kept and sample.kept.first(max_tokens)
             sample.top = sample.top and sample.top.cut(max_tokens)
-        own = len(sample.prompt.token_ids)
-        sample.beyond = max(0, own - (own if prompt_tokens is None else prompt_tokens))
+        sample.beyond = max(0, len(sample.prompt.token_ids) - len(prompt.token_ids))
         if sample.finish_reason == "length" and tokens + sample.beyond < max_tokens:
             sample.finish_reason = "stop"
     return samples

@@ -124,9 +124,7 @@ class GuardedEnvironment:
                 if samples is returned:  # not awaited: it would stop every other group meanwhile
                     where = f"{KEY} = {self.name!r} ({source(self._environment)})"
                     raise UserError(f"{where} gives no coroutine: write it as `async def`")
-                params = client.params
-                given = params.max_tokens, oldest, params.routes, params.vocab_size, len(prompt.token_ids)
-                group = checked(samples, self.name, *given, params.kept, params.top_tokens, self.is_single_turn)
+                group = checked(samples, self.name, prompt, client.params, oldest, self.is_single_turn)
         except Exception as error:  # what it returned may be any objects
             if isinstance(error, MemoryError) or (isinstance(error, UserError) and not self._has_worked):
                 raise
