@@ -133,7 +133,7 @@ def simulate(schedule: Schedule, steps: int = STEPS, seed: int = 0) -> tuple[lis
         fill()
         if now < free_at:
             continue
-        if buffer.ready() is None:
+        if not buffer.is_ready():
             if held_since is None and buffer.is_held():
                 held_since = now
             continue

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
-from torchtitan.grpo.data.samples import Prompt, Sample, TopTokens
+from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 
 STEPS = 12
@@ -73,7 +73,7 @@ class Simulation:
         late: set[int] = set()
         oldest_age = 0
         for version in range(STEPS):
-            while self.buffer.ready() is None:
+            while not self.buffer.is_ready():
                 self.advance(version, dropped)
             batch, too_old = self.buffer.take()
             groups = [entry.group is not None for entry in self.buffer.entries.values()]
@@ -98,7 +98,7 @@ class Simulation:
         entries = self.buffer.entries.values()
         unable = [entry for entry in entries if entry.group is None and self.buffer.min_version(entry) > version]
         if len(unable) == sum(entry.group is None for entry in entries) and self.buffer.room(version) <= 0:
-            assert self.buffer.ready() is not None, "nothing is under way or can begin, and no step is ready"
+            assert self.buffer.is_ready(), "nothing is under way or can begin, and no step is ready"
         if self.waits % 20 == 0:
             self.servers = [version] * len(self.servers)
         assert self.waits < 10_000
@@ -216,7 +216,7 @@ class Sorting(StalenessBuffer):
     compared = 0
 
     def by_sorting(self, but_for_scores: bool) -> tuple[list[Entry] | None, bool]:
-        """What `ready` and `is_held` give."""
+        """What `take` and `is_held` give."""
         oldest = sorted(self.entries.values(), key=lambda entry: (self.deadline(entry), entry.number))
         complete = [e for e in oldest[: self.window] if (e.answered if but_for_scores else e.group is not None)]
         if len(complete) < self.groups_per_step:
@@ -229,10 +229,10 @@ class Sorting(StalenessBuffer):
             return None, True
         return sorted(batch, key=lambda entry: entry.number), False
 
-    def ready(self, but_for_scores: bool = False) -> list[Entry] | None:
+    def compare(self) -> None:
         for scores in (False, True):
             expected, held = self.by_sorting(scores)
-            assert super().ready(scores) == expected and self.is_ready(scores) == (expected is not None)
+            assert self.is_ready(scores) == (expected is not None)
             assert scores or self.is_held() == held
             Sorting.compared += held
         values = self.entries.values()
@@ -240,15 +240,24 @@ class Sorting(StalenessBuffer):
         assert self.complete == sum(entry.group is not None for entry in values)
         begun = sum(entry.begun is not None for entry in values)
         assert self.may_begin(self.version) == max(0, self._allowed(self.version) - self.consumed - begun)
-        return super().ready(but_for_scores)
 
     def answer(self, entry: Entry) -> None:
         super().answer(entry)
-        self.ready()
+        self.compare()
 
     def begin(self, entry: Entry, server_version: int) -> None:
         super().begin(entry, server_version)
-        self.ready()
+        self.compare()
+
+    def finish(self, entry: Entry, group: Group) -> None:
+        super().finish(entry, group)
+        self.compare()
+
+    def take(self) -> tuple[list[Entry], list[Entry]]:
+        expected, _ = self.by_sorting(False)
+        batch, late = super().take()
+        assert batch == expected
+        return batch, late
 
 
 def test_a_wake_up_says_what_sorting_all_entries_says() -> None:
@@ -273,7 +282,7 @@ def test_slow_groups_of_every_age_hold_a_step_as_sorting_says(alone) -> None:
             left = [entry for entry in buffer.entries.values() if entry.group is None]
             slow = {entry.number for entry in left if chance.random() < 0.5}
             for entry in sorted(left, key=lambda entry: (entry.number in slow, chance.random())):
-                if buffer.ready() is None:
+                if not buffer.is_ready():
                     buffer.finish(entry, group_of(entry.prompt, [] if entry.begun is None else [buffer.version]))
             buffer.take()
     assert Sorting.compared > 100, "too few steps were held by an old group"
@@ -357,11 +366,10 @@ def test_what_a_step_would_be_if_answers_were_scored() -> None:
     buffer.answer(first)
     buffer.answer(first)
     assert (buffer.answered, buffer.complete) == (1, 0)
-    assert buffer.ready(but_for_scores=True) is None
+    assert not buffer.is_ready(but_for_scores=True)
     buffer.finish(first, group_of(first.prompt, [0]))
     buffer.answer(second)
-    assert buffer.ready(but_for_scores=True) == [first, second]
-    assert buffer.ready() is None
+    assert buffer.is_ready(but_for_scores=True) and not buffer.is_ready()
     assert (buffer.answered, buffer.complete) == (2, 1)
     buffer.drop(second)
     buffer.answer(second)  # too late
@@ -385,9 +393,9 @@ def test_the_window_keeps_short_answers_from_crowding_out_long_ones() -> None:
     buffer = StalenessBuffer(2, 3, 4)
     entries = began(buffer, 0, 8)
     finish(buffer, entries[3:])
-    assert buffer.ready() is None, "only one of the four oldest is complete"
+    assert not buffer.is_ready(), "only one of the four oldest is complete"
     finish(buffer, entries[1:2])
-    assert buffer.ready() == [entries[1], entries[3]]
+    assert buffer.take() == ([entries[1], entries[3]], [])
 
 
 def test_a_step_waits_for_groups_that_would_be_too_old_for_the_next_one() -> None:
@@ -398,7 +406,7 @@ def test_a_step_waits_for_groups_that_would_be_too_old_for_the_next_one() -> Non
     young = began(buffer, 1, 2)
     finish(buffer, young)
     finish(buffer, old[2:3])
-    assert buffer.ready() is None, "group 3 may be trained at version 1 at the latest"
+    assert not buffer.is_ready(), "group 3 may be trained at version 1 at the latest"
     finish(buffer, old[3:])
     assert buffer.take() == (old[2:], [])
     assert buffer.take() == (young, [])

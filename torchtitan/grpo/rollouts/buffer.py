@@ -183,13 +183,6 @@ class StalenessBuffer:
         complete = self._answered if but_for_scores else self._complete
         return self._has_step(complete) and (self.late == "drop" or self._in_time(self._left(complete)))
 
-    def ready(self, but_for_scores: bool = False) -> list[Entry] | None:
-        """The groups that the next step takes, by number; None if it must wait. See `is_ready`."""
-        if not self.is_ready(but_for_scores):
-            return None
-        complete = self._answered if but_for_scores else self._complete
-        return [self.entries[number] for number in sorted(number for _, number in complete[: self.groups_per_step])]
-
     def is_held(self) -> bool:
         """Whether the next step has enough groups, and waits only for one that would become too old."""
         return self._has_step(self._complete) and not self.is_ready()
@@ -198,14 +191,14 @@ class StalenessBuffer:
         """End the step's wait.
 
         Returns:
-            The step's groups, and the groups dropped because they are too old for the next step.
+            The step's groups by number, and the groups dropped because they are too old for the next step.
 
         Raises:
-            AssertionError: `ready` is None, or a token is older than the bound.
+            AssertionError: The step must wait, or a token is older than the bound.
         """
-        batch = self.ready()
-        if batch is None:
+        if not self.is_ready():
             raise AssertionError("no step is ready")
+        batch = [self.entries[number] for number in sorted(key[1] for key in self._complete[: self.groups_per_step])]
         for entry in batch:
             self._check_ages(entry)
             self._remove(entry)
