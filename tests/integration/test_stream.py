@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread
-from torchtitan.grpo.config.job_config import AsyncGrpo, Data, Grpo, Rollout
+from torchtitan.grpo.config.job_config import AsyncGrpo, Data, Grpo, JobConfig, Reward, Rollout, Training
 from torchtitan.grpo.data.group_arrays import from_bytes
 from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
@@ -125,6 +125,13 @@ class Run:
             request_timeout_seconds=request_timeout_s,
             group_timeout_seconds=group_timeout_s,
         )
+        config = JobConfig(
+            training=Training(steps=steps),
+            grpo=grpo or Grpo(prompts_per_step=B, group_size=2),
+            async_grpo=ahead or AsyncGrpo(),
+            rollout=rollout,
+            reward=Reward(max_failed_fraction=max_failed_fraction),
+        )
         environments = Environments(GuardedEnvironment(environment, "tests:run", environment_concurrency))
         self.collector = Collector(self.fleet, self.rewards, tokenizer, rollout, environments)
         self.prompts = PromptSource(DATA, tokenizer, seed=3)
@@ -134,12 +141,8 @@ class Run:
             self.collector,
             self.prompts,
             params,
-            grpo or Grpo(prompts_per_step=B, group_size=2),
-            ahead or AsyncGrpo(),
-            rollout,
-            steps,
+            config,
             has_signal,
-            max_failed_fraction,
             row_tokens=row_tokens,
         )
 

@@ -147,10 +147,6 @@ class Collector:
                 raise
             raise StopRequested from None
 
-    def unless_stopped(self) -> contextlib.AbstractContextManager[None]:
-        """What is inside, with its `collect`, is left out when it is given up."""
-        return contextlib.suppress(StopRequested)
-
     def give_up_after(self, seconds: float) -> None:
         """From any thread: let a `collect` go on for so long, and have every later one raise StopRequested."""
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._give_up)

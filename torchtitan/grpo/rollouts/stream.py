@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from torchtitan.grpo.config.batch import surplus_groups
-from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config.share import ALL, Share
 from torchtitan.grpo.data.load import Prompts
 from torchtitan.grpo.data.samples import Group
@@ -59,14 +59,13 @@ class RolloutStream:
     - groups that became too old
 
     Args:
-        steps: `[training] steps`. No group is requested for a later step.
         params: How each prompt is answered; its seed is the run's.
-        has_signal: Whether a group teaches anything. If not, it is replaced if `grpo` says so.
-        max_failed_fraction: Largest share of a step's answers without a reward. Replaced groups count too, and those of
-            an `Outage` do not.
+        config: No group is requested for a step after `[training] steps`. `[reward] max_failed_fraction` bounds a
+            step's answers without a reward. Replaced groups count too, and those of an `Outage` do not.
+        has_signal: Whether a group teaches anything. If not, it is replaced if `[grpo]` says so.
         teachers: They score each group too.
         row_tokens: Longest prompt and answer that a step can train on.
-        share: Of the prompts, of which `grpo.prompts_per_step` is the part for a step.
+        share: Of the prompts, of which `[grpo] prompts_per_step` is the part for a step.
     """
 
     def __init__(
@@ -74,18 +73,15 @@ class RolloutStream:
         collector: Collector,
         prompts: Prompts,
         params: SamplingParams,
-        grpo: Grpo,
-        ahead: AsyncGrpo,
-        rollout: Rollout,
-        steps: int,
+        config: JobConfig,
         has_signal: Callable[[Group], bool],
-        max_failed_fraction: float,
         teachers: Teachers | None = None,
         row_tokens: float = math.inf,
         share: Share = ALL,
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Groups since the start of the run: asked, finished, replaced, late, timed_out, failed."""
+        grpo, ahead, rollout = config.grpo, config.async_grpo, config.rollout
         repeatable = ENGINES[rollout.engine].repeats_in_flight or not ahead.enabled
         seeded = rollout.seeded_requests == "always" or (rollout.seeded_requests == "auto" and repeatable)
         self._collector, self._prompts, self._share = collector, prompts, share
@@ -97,7 +93,7 @@ class RolloutStream:
         self._replaced_max = (ASKED_MAX - 1) * grpo.prompts_per_step
         self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
         self._has_signal = has_signal
-        self._max_failed_fraction = max_failed_fraction
+        self._max_failed_fraction = config.reward.max_failed_fraction
         self._teachers, self._row_tokens = teachers, row_tokens
         if teachers:
             collector.to_close.append(teachers.close)
@@ -109,7 +105,7 @@ class RolloutStream:
             ahead.late_groups if ahead.enabled else "wait",
             surplus,
         )
-        self._per_step, self._surplus, self._steps = per_step, surplus, steps
+        self._per_step, self._surplus, self._steps = per_step, surplus, config.training.steps
         self._pace = None
         if ahead.enabled and ahead.run_ahead == "auto":
             self._pace = Pace(per_step, ahead.max_age, surplus)
@@ -118,7 +114,7 @@ class RolloutStream:
         self._nonce = secrets.token_hex(4)  # request ids must differ from another run's on the same servers
         self._wanted = 0
         self._replaced: list[tuple[Entry, Group]] = []  # in this step
-        self._outage = Outage(per_step, max_failed_fraction, rollout.group_timeout_seconds)
+        self._outage = Outage(per_step, self._max_failed_fraction, rollout.group_timeout_seconds)
         self._pause: asyncio.TimerHandle | None = None  # no group is requested until its end
         self._timed_out_this_step = 0
         self._tasks: dict[Entry, asyncio.Task] = {}

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from torchtitan.grpo.policy.rows import documents, encoded
 from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.channel import encoded as message
 from torchtitan.grpo.process.random_numbers import seed_python
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.step_metrics import answer_metrics, validation_metrics
 from torchtitan.grpo.rewards.failures import check_failures
@@ -164,12 +165,8 @@ class RolloutWorker:
             self.collector,
             self.prompts,
             self._sampling(config.grpo.group_size, rollout.temperature),
-            config.grpo,
-            config.async_grpo,
-            rollout,
-            config.training.steps,
+            config,
             lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens, config.distill),
-            config.reward.max_failed_fraction,
             self.teachers,
             self.layout.row_tokens,
             self._share,
@@ -279,7 +276,7 @@ class RolloutWorker:
 
     def validate(self, step: int) -> dict[str, float]:
         config = self.config
-        with self.collector.unless_stopped():
+        with suppress(StopRequested):
             # It waits for servers that do not have this version yet.
             alone = not config.async_grpo.enabled and not config.grpo.oversampling
             answers = answer_held_out(self.collector, self.held_out, self._sampling(1, 0.0), step, alone)
