@@ -25,6 +25,8 @@ SPELLINGS |= dict.fromkeys(
 """What is read as something else."""
 SEPARATOR = re.compile(r"(?<=\d)(?:\\[, ]|[~_\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))")
 """Between the groups of a number's digits, and never between two numbers."""
+SPACED_SIGN = re.compile(r"((?:=|\\approx|\N{ALMOST EQUAL TO}|####|\\boxed\{)[ *$({]*[-+]) +(?=[\d.\\$€£¥])")
+"""Of a number that begins there, as in `x = - 5`. Elsewhere it may be a minus, a dash or an item of a list."""
 _TIMES = r"\\times|\\cdot|[*x\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}\N{DOT OPERATOR}]"
 TIMES_TEN = re.compile(rf"(?<=\d) ?(?:{_TIMES}) ?(?=10\^)")
 CURRENCY = re.compile(r"(?<![A-Za-z])(?:AUD|CAD|CHF|CNY|EUR|GBP|INR|JPY|RMB|USD|Rs\.?)(?=\d)")
@@ -38,6 +40,8 @@ FOOTNOTE = re.compile(r"(?:(?:(?<=[\d%°}])|(?<=\d\$)) ?|(?<=[.)]))(?:\[\d{1,2}(
 LATEX = re.compile(r"\\[dtc]?frac(?![A-Za-z])|\^|(?<=[^\W_])_|(?<=[)}\]])_|\\[A-Za-z]+")
 """A fraction, an exponent, an index, which `_72_` has not, or another command, such as a root."""
 SIGNED = re.compile(rf"[-+]?{_UNSIGNED}")
+REPEATING = {r"\overline", r"\bar", r"\dot"}
+r"""What marks the repeating digits of a decimal, as in `0.\overline{3}`."""
 ARGUMENT = re.compile(r"\s*(\\[A-Za-z]+|[\w{])")
 ROOT = re.compile(r"\s*(?:\[[^\[\]]*\]\s*)?(\\[A-Za-z]+|[\w{])")
 EXPONENT = re.compile(r"[-+]?\w+|\([^()]*\)|{")
@@ -65,7 +69,7 @@ def last_number(text: str) -> Fraction | None:
     text = CURRENCY.sub("$", SEPARATOR.sub("", text))
     for spelling, meaning in SPELLINGS.items():
         text = text.replace(spelling, meaning)
-    text, is_final = _final(TIMES_TEN.sub("*", text))
+    text, is_final = _final(TIMES_TEN.sub("*", SPACED_SIGN.sub(r"\1", text)))
     if is_final and EXPRESSION.search(TEXT_COMMAND.sub("", EQUALS.split(text)[-1])):
         return None
     grouped = GROUPED if is_final else GROUPED_IN_TEXT
@@ -116,7 +120,7 @@ def _closing(text: str) -> dict[int, int]:
 def _plain(text: str) -> str:
     """LaTeX with `3/2` and `2^10` for fractions and powers of numbers.
 
-    It has no roots, with their factors, and no other fractions, exponents, indices and commands.
+    It has no roots, with their factors, no repeating decimals, and no other fractions, exponents, indices and commands.
     """
     closing = _closing(text)
     parts, done = [], 0
@@ -145,7 +149,7 @@ def _plain(text: str) -> str:
                 parts[-1] = parts[-1].rstrip("0123456789.")
         elif found[0] in "^_":
             argument(EXPONENT)
-        elif found[0] == r"\sqrt":
+        elif found[0] == r"\sqrt" or (found[0] in REPEATING and parts[-1].endswith((".", *"0123456789"))):
             argument(ROOT)
             parts[-1] = parts[-1].rstrip("0123456789. ")
         elif "frac" in found[0]:
