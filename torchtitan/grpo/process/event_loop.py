@@ -14,11 +14,11 @@ CANCEL_S = 1.0
 
 
 async def cancel_others() -> None:
-    """Cancel every other task of this event loop, and wait until they have ended."""
+    """Cancel every other task of this event loop, and wait until they have ended. One may go on all the same."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=CLOSE_TIMEOUT_S / 2)
 
 
 class LoopThread:
