@@ -166,6 +166,14 @@ class Collector:
         finally:
             future.cancel()  # only an interrupt or a blocked loop leaves it unfinished
 
+    def read(self, call: Callable[[], T]) -> T:
+        """What `call`, which does not wait, gives on the event loop. See `call`."""
+
+        async def run() -> T:
+            return call()
+
+        return self.call(run())
+
     def on_loop(self, call: Callable[[], object]) -> None:
         """Have it called on the event loop, behind what was asked before. For any thread; nobody waits."""
         self._loop.call_soon_threadsafe(call)
@@ -185,11 +193,7 @@ class Collector:
 
     def take_busy_spans(self) -> dict[str, list[tuple[float, float]]]:
         """See `Router.take_busy_spans`."""
-
-        async def take() -> dict[str, list[tuple[float, float]]]:
-            return self.router.take_busy_spans()
-
-        return self.call(take())
+        return self.read(self.router.take_busy_spans)
 
     def describe(self) -> str:
         """What requests and groups wait for. Takes no lock: for a report of a run that hangs."""

@@ -150,47 +150,26 @@ class RolloutStream:
     def take_scoring_seconds(self) -> float:
         """Seconds in which `take` waited for scores only, since the last call."""
 
-        async def read() -> float:
+        def take() -> float:
             seconds, self._scores_s = self._scores_s, 0.0
             return seconds
 
-        return self._collector.call(read())
+        return self._collector.read(take)
 
     def is_ready(self) -> bool:
         """Whether `take` returns the next step's groups at once. Then it does so even after a `stop`."""
 
-        async def read() -> bool:
+        def promise() -> bool:
             healthy = self._failure is None and not self._stopping
             self._promised = healthy and self._buffer.is_ready()
             return self._promised
 
-        return self._collector.call(read())
+        return self._collector.read(promise)
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start, and where the groups are now. `docs/metrics.md` explains the names. Those of all
         shares are summed, but for `TEACHER_S`."""
-
-        async def read() -> dict[str, float]:
-            entries = self._buffer.entries.values()
-            complete = self._buffer.complete + len(self._round)
-            begun = sum(entry.begun is not None for entry in entries)
-            names = ("asked", "finished", "replaced", "late", "timed_out", "failed")
-            counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
-            if (endpoint := self._collector.endpoint) is not None:
-                counts |= endpoint.metrics()
-            return (
-                counts
-                | {name: passes / self._share.of for name, passes in self._prompts.epochs().items()}
-                | (self._teachers.metrics() if self._teachers else {})
-                | {
-                    "rollout/retried": self._collector.router.retried,
-                    "rollout/groups_ready": complete,
-                    "rollout/groups_in_flight": begun - complete,
-                    "rollout/groups_queued": len(entries) - begun,
-                }
-            )
-
-        return self._collector.call(read())
+        return self._collector.read(self._metrics)
 
     def state_dict(self, version: int) -> bytes:
         """What a resumed run continues from, as MessagePack: the place in the data, and the groups not trained on.
@@ -203,20 +182,16 @@ class RolloutStream:
             version: Of the weights that are saved with it.
         """
 
-        async def read() -> Callable[[], bytes]:
+        def state() -> Callable[[], bytes]:
             taking, before = self._before_take
             taken = taking == version and (self._buffer.version > version or not self._ahead)
             return before if taken else self._state()
 
-        return self._collector.call(read())()
+        return self._collector.read(state)()
 
     def state_now(self) -> bytes:
         """The same as of now. After a `take`: what a run continues from that resumes after this step."""
-
-        async def read() -> Callable[[], bytes]:
-            return self._state()
-
-        return self._collector.call(read())()
+        return self._collector.read(self._state)()
 
     def load_state_dict(self, saved: bytes | memoryview) -> None:
         """Continue from `state_dict`. Groups that were under way are requested again, and those that do not fit this
@@ -228,19 +203,39 @@ class RolloutStream:
             unfit[why := self._unfit(group, state["temperature"])] += 1
             return not why
 
-        async def load() -> None:
+        def load() -> None:
             self._prompts.load_state_dict(state["prompts"])
             self._buffer.load_state_dict(state["buffer"], self._prompts.at, fits)
             self.counts = Counter(state["counts"])
             self._outage.has_worked = self.counts["finished"] > 0
             set_python_state(state["random"])
 
-        self._collector.call(load())
+        self._collector.read(load)
         for why, count in unfit.items():
             if why:
                 logger.warning("%d groups that the checkpoint holds are requested again: %s", count, why)
 
     # ------------------------------------------------------------------------------------------ on the event loop
+
+    def _metrics(self) -> dict[str, float]:
+        entries = self._buffer.entries.values()
+        complete = self._buffer.complete + len(self._round)
+        begun = sum(entry.begun is not None for entry in entries)
+        names = ("asked", "finished", "replaced", "late", "timed_out", "failed")
+        counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
+        if (endpoint := self._collector.endpoint) is not None:
+            counts |= endpoint.metrics()
+        return (
+            counts
+            | {name: passes / self._share.of for name, passes in self._prompts.epochs().items()}
+            | (self._teachers.metrics() if self._teachers else {})
+            | {
+                "rollout/retried": self._collector.router.retried,
+                "rollout/groups_ready": complete,
+                "rollout/groups_in_flight": begun - complete,
+                "rollout/groups_queued": len(entries) - begun,
+            }
+        )
 
     def _unfit(self, group: Group, temperature: float) -> str:
         """Why a step cannot train on a group of an earlier run, which sampled at this temperature; "" if it can."""
