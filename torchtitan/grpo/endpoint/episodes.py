@@ -14,7 +14,6 @@ import msgspec
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import chat_messages
 from torchtitan.grpo.data.samples import REWARD_MAX, Prompt, Sample
-from torchtitan.grpo.endpoint.requests import converted
 from torchtitan.grpo.endpoint.sessions import Session
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.event_loop import all_of
@@ -223,15 +222,6 @@ class Episodes:
 async def rollout(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     """The environment that `[rollout] environment = "endpoint"` is."""
     return await client.endpoint.episodes.play(client, prompt)
-
-
-def outcome(body: Mapping[str, Any]) -> Outcome:
-    """What a harness posts.
-
-    Raises:
-        BadRequest: It is something else.
-    """
-    return converted("body", body, Outcome)
 
 
 def _samples(session: Session, outcome: Outcome) -> list[Sample]:

@@ -19,7 +19,7 @@ from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint import requests
 from torchtitan.grpo.endpoint.chat import CHARS_PER_TOKEN, Chat, off_loop
-from torchtitan.grpo.endpoint.episodes import WAIT_MAX_S, Episodes, outcome
+from torchtitan.grpo.endpoint.episodes import WAIT_MAX_S, Episodes, Outcome
 from torchtitan.grpo.endpoint.requests import Asked, BadRequest
 from torchtitan.grpo.endpoint.sessions import Answers, Session, SessionEnded
 from torchtitan.grpo.engines.protocol import Completion
@@ -244,8 +244,8 @@ class Endpoint:
         return web.json_response(episodes.describe(episode, base_url))
 
     async def _end_episode(self, request: web.Request) -> web.StreamResponse:
-        ended = outcome(requests.body_of(await request.read()))
-        if not self._episodes().end(request.match_info["episode"], ended):
+        outcome = requests.converted("body", requests.body_of(await request.read()), Outcome)
+        if not self._episodes().end(request.match_info["episode"], outcome):
             return _error(410, "nobody waits for this episode: it was ended, given up, or handed out again")
         return web.Response(status=204)
 

@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from torchtitan.grpo.config.batch import requests_at_once
 from torchtitan.grpo.config.job_config import Rollout
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt
 from torchtitan.grpo.engines.fleet import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.event_loop import LoopThread, all_of, cancel_others
 from torchtitan.grpo.process.random_numbers import prompt_seed, seeded_apart
 from torchtitan.grpo.process.stopping import StopRequested
+from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
@@ -35,14 +36,6 @@ BLOCKED_S = 60.0
 """Longest time that anything may block the event loop."""
 _TASKS_SHOWN = 8
 _CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-
-
-class Scorer(Protocol):
-    """The part of `rewards.RewardRunner` that the collector uses."""
-
-    def score(self, samples: list[Sample]) -> None: ...
-
-    def find_finals(self, samples: list[Sample]) -> None: ...
 
 
 class Endpoint(Protocol):
@@ -85,7 +78,7 @@ class Collector:
     def __init__(
         self,
         fleet: FleetView,
-        rewards: Scorer,
+        rewards: RewardRunner,
         tokenizer: PreTrainedTokenizerBase,
         rollout: Rollout,
         environments: Environments | None = None,
