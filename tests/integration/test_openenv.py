@@ -88,3 +88,6 @@ def test_a_server_that_is_not_there_is_refused() -> None:
         OpenEnvEnvironment(f"http://127.0.0.1:{free_port()}", {})
     with pytest.raises(UserError, match="is no address"):
         OpenEnvEnvironment("echo", {})
+    for name in ("episodes", "max_steps", "timeout_seconds"):
+        with pytest.raises(UserError, match=rf"environment_args {name} = 0 must be over 0"):
+            OpenEnvEnvironment("http://127.0.0.1:9", {}, **{name: 0})

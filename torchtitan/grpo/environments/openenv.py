@@ -50,7 +50,7 @@ class OpenEnvEnvironment:
         api_key_env: Environment variable with a key, which is sent as a bearer token.
 
     Raises:
-        UserError: The server cannot be reached.
+        UserError: The server cannot be reached, or a number is not over 0.
     """
 
     per_sample = True
@@ -70,6 +70,9 @@ class OpenEnvEnvironment:
         timeout_seconds: float = 60.0,
         api_key_env: str = "",
     ) -> None:
+        for name, value in {"episodes": episodes, "max_steps": max_steps, "timeout_seconds": timeout_seconds}.items():
+            if not value > 0:
+                raise UserError(f"[rollout] environment_args {name} = {value} must be over 0")
         self._url, self._template_arguments = url.rstrip("/"), template_arguments
         self._prompt, self._action, self._observation = prompt, action, observation
         self._action_fields, self._reset = dict(action_fields or {}), dict(reset or {})
