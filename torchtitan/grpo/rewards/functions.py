@@ -84,12 +84,12 @@ def is_safe(name: str, pattern: str) -> bool:
     return name in BUILT_IN and name not in PACKAGES and not pattern
 
 
-def is_instant(name: str, pattern: str) -> bool:
+def is_instant(name: str) -> bool:
     """Whether a safe function takes less time than a message to another process, however long the answer is.
 
     `numeric_match` does not: it searches the whole answer for numbers, and holds the interpreter meanwhile.
     """
-    return name == exact_match.__name__ and not pattern
+    return name == exact_match.__name__
 
 
 def resolve(name: str) -> RewardFunction:

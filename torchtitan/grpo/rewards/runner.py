@@ -52,7 +52,6 @@ class RewardRunner:
 
     def __init__(self, reward: Reward, *with_keys: Rollout | Distill, folder: str = ""):
         self._names = list(reward.functions)
-        self._every = list(range(len(self._names)))
         self._weights = list(reward.weights) or [1.0] * len(self._names)
         self._functions = [resolve(name) for name in self._names]
         self._takes_group = [takes_group(function) for function in self._functions]
@@ -68,8 +67,7 @@ class RewardRunner:
         own = {value for keys in with_keys for name, value in vars(keys).items() if name.endswith("_key_env")}
         secrets = {name for name in os.environ if SECRET.search(name)} | own
         hidden = sorted(secrets - set(reward.secrets))
-        is_here = not self._has_pattern and all(is_instant(name, reward.answer_pattern) for name in self._names)
-        self._here = Here(self._names) if is_here else None
+        self._here = Here(self._names) if not self._has_pattern and all(map(is_instant, self._names)) else None
         self._log = WorkerLog(Path(folder) / LOG if folder and not self._here else None)
         self._workers = [
             RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden, self._log)
@@ -216,9 +214,7 @@ class RewardRunner:
 
     def _functions_of(self, prompt: Prompt) -> list[int]:
         """Indices of the functions that score a prompt's answers: those that it names, else all."""
-        if not prompt.functions:
-            return self._every
-        return [i for i, name in enumerate(self._names) if name in prompt.functions]
+        return [i for i, name in enumerate(self._names) if not prompt.functions or name in prompt.functions]
 
     def _fill_in(self, sample: Sample, scores: dict[int, Score]) -> None:
         failures = {self._names[i]: score.failure for i, score in scores.items() if score.failure}
