@@ -22,6 +22,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import is_safe
@@ -121,13 +122,14 @@ class RewardWorker:
     """One process that computes scores. It is replaced when it hangs or dies. Only one thread uses it at a time.
 
     Args:
+        is_async: Of each of `[reward] functions`.
         hidden: Environment variables that it does not get.
     """
 
-    def __init__(
-        self, names: list[str], is_async: list[bool], pattern: str, timeout_s: float, hidden: list[str], log: WorkerLog
-    ):
-        self._names, self._pattern, self._timeout_s, self._hidden = names, pattern, timeout_s, hidden
+    def __init__(self, reward: Reward, is_async: list[bool], hidden: list[str], log: WorkerLog) -> None:
+        names, pattern = list(reward.functions), reward.answer_pattern
+        self._names, self._pattern, self._timeout_s = names, pattern, reward.timeout_seconds
+        self._hidden = hidden
         self._is_async, self._log = [*is_async, False], log  # the last one is `FinalAnswer`
         self._together = [*(a or is_safe(name, pattern) for a, name in zip(is_async, names, strict=True)), False]
         self._ready = False

@@ -58,7 +58,6 @@ class RewardRunner:
         self._is_async = [is_async(function) for function in self._functions]
         self._has_pattern = bool(reward.answer_pattern)
         self._all_safe = all(is_safe(name, reward.answer_pattern) for name in self._names)
-        self._timeout_s = reward.timeout_seconds
         self.failures: Counter[str] = Counter()
         """Number of failed scores of each function since the start."""
         self.scored = 0
@@ -69,10 +68,8 @@ class RewardRunner:
         hidden = sorted(secrets - set(reward.secrets))
         self._here = Here(self._names) if not self._has_pattern and all(map(is_instant, self._names)) else None
         self._log = WorkerLog(Path(folder) / LOG if folder and not self._here else None)
-        self._workers = [
-            RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden, self._log)
-            for _ in range(0 if self._here else reward.workers)
-        ]
+        workers = 0 if self._here else reward.workers
+        self._workers = [RewardWorker(reward, self._is_async, hidden, self._log) for _ in range(workers)]
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
