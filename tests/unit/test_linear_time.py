@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.endpoint_runs import chat_tokenizer
+from tests.helpers.endpoint_runs import PARAMS, chat_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
 from torchtitan.grpo.endpoint.requests import BadRequest, body_of, cut_text
@@ -30,13 +30,14 @@ CALL_TEXT = '<tool_call>{"name": "add"}</tool_call>'
 
 
 def turns_that_the_template_hides(turns: int) -> Callable[[], Any]:
-    chat, session = Chat(TOKENIZER()), SimpleNamespace(prompt=PROMPT, said={}, longest_tokens=2**20)
+    client = SimpleNamespace(params=PARAMS)
+    chat, session = Chat(TOKENIZER()), SimpleNamespace(prompt=PROMPT, said={}, longest_tokens=2**20, client=client)
     digest, messages = "null", []
     for turn in range(turns):
         messages.append({"role": "user" if turn % 2 else "assistant", "content": "sampled-turn-7f3a9c"})
         digest = digest_with(digest, messages[-1])
         session.said[digest] = Place(Branch(Turns(PROMPT), (0, 0)), 1)
-    return lambda: chat.messages(session, messages, None)
+    return lambda: chat.asked(session, {"messages": messages})
 
 
 def tool_results(runs: int) -> Callable[[], Any]:

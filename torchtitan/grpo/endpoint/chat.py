@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -41,14 +40,6 @@ _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 """Fields of a message by which a turn is known again."""
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation's token ids, and the digest of its messages."""
-
-    token_ids: list[int]
-    digest: str
-
-
 class Chat:
     """Renders conversations with the run's chat template.
 
@@ -70,16 +61,18 @@ class Chat:
         self.vocab_size = len(tokenizer)
 
     def asked(self, session: Session, body: Mapping[str, Any]) -> Asked:
-        """A request in the form of `/v1/chat/completions`.
+        """A request in the form of `/v1/chat/completions`, with the token ids of the conversation to continue.
 
         Raises:
-            BadRequest, TooLong: See `requests.parse` and `messages`.
+            BadRequest: See `requests.parse`. Or there is no chat template, or it refuses the messages.
+            TooLong: See `_tokens`.
         """
         call = parse(body, CHAT, session.client.params)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise BadRequest("messages", "must be a list of one message or more")
-        rendered = self.messages(session, body["messages"], call.tools)
-        return Asked(call, rendered.token_ids, rendered.digest)
+        messages = [_normalised(message) for message in body["messages"]]
+        digests = _digests(messages, call.tools)
+        return Asked(call, self._conversation(session, messages, call.tools, digests), digests[-1])
 
     def choice(
         self, session: Session, asked: Asked, number: int, completion: Completion, place: Place | None
@@ -93,24 +86,19 @@ class Chat:
         finish_reason = "tool_calls" if called else completion.finish_reason
         return {"index": number, "message": message, "finish_reason": finish_reason}
 
-    def messages(self, session: Session, messages: list[Message], tools: list[Any] | None) -> Rendered:
-        """The token ids of a conversation that the model is to continue.
-
-        Raises:
-            BadRequest: There is no chat template, or it refuses the messages.
-            TooLong: See `_tokens`.
-        """
-        messages = [_normalised(message) for message in messages]
-        digests = _digests(messages, tools)
+    def _conversation(
+        self, session: Session, messages: list[Message], tools: list[Any] | None, digests: list[str]
+    ) -> list[int]:
+        """The token ids of a conversation, of which there is a digest up to each message."""
         for turn in reversed(range(len(messages))):
             if (place := session.said.get(digests[turn])) is None:
                 continue
             if (new := self._behind(messages, turn, tools, place)) is None:
                 break  # it hides earlier turns too
-            return Rendered(place.token_ids + self._tokens(session, new), digests[-1])
+            return place.token_ids + self._tokens(session, new)
         text = self.render(messages, tools)
         same = not tools and text == session.prompt.text
-        return Rendered(session.prompt.token_ids if same else self._tokens(session, text), digests[-1])
+        return session.prompt.token_ids if same else self._tokens(session, text)
 
     def text(self, session: Session, text: str) -> list[int]:
         """The token ids of a text that the model is to continue.

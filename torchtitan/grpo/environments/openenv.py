@@ -16,7 +16,7 @@ import aiohttp
 import urllib3
 
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.endpoint.chat import Chat, characters, digest_with, off_loop
+from torchtitan.grpo.endpoint.chat import Chat, characters, off_loop
 from torchtitan.grpo.endpoint.requests import TooLong
 from torchtitan.grpo.endpoint.sessions import Session
 from torchtitan.grpo.engines.whole_replies import pool_of
@@ -103,14 +103,13 @@ class OpenEnvEnvironment:
             messages, rewards, steps = [{"role": "user", "content": first}], [told.get("reward")], 0
             while not told.get("done") and steps < self._max_steps:
                 try:
-                    rendered = await off_loop(characters(messages), self._chat.messages, session, messages, None)
+                    asked = await off_loop(characters(messages), self._chat.asked, session, {"messages": messages})
                 except TooLong:  # no tokens are left
                     break
-                [(completion, place)] = await session.generate(rendered.token_ids)
+                [(completion, place)] = await session.answer(asked)
                 if place is None:  # no tokens are left
                     break
-                said = {"role": "assistant", "content": self._chat.decode(completion.token_ids)}
-                session.said[digest_with(rendered.digest, said)] = place
+                said = self._chat.choice(session, asked, 0, completion, place)["message"]
                 action = self._action_fields | {self._action: said["content"]}
                 told = await self._told(socket, "step", action)
                 messages += [said, {"role": "user", "content": self._text(told)}]
