@@ -229,6 +229,20 @@ def test_a_step_is_what_the_collector_answers_to_its_prompts_to_the_last_bit(mak
         assert {version for group in groups for sample in group for version in sample.versions} == {version}
 
 
+def test_groups_that_ask_no_server_are_ready_and_none_is_counted_twice(make_run) -> None:
+    async def known(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        if prompt.index in asks:
+            return await single_turn(client, prompt)
+        return [Sample(prompt, [5], [-0.5], [0], "stop", reward=float(i)) for i in range(2)]
+
+    run = make_run(ahead=ahead_by(1), environment=known)
+    asks = {*run.order[2:4], *run.order[8:9]}
+    run.stream.take(0)
+    wait_until(run.rests)
+    counts = [run.count(f"groups_{name}") for name in ("ready", "in_flight", "queued")]
+    assert counts == [B, 0, 0], "the groups of the next step"
+
+
 def test_nothing_is_asked_before_a_step_wants_it(make_run) -> None:
     run = make_run()
     time.sleep(0.2)

@@ -218,9 +218,10 @@ class RolloutStream:
     # ------------------------------------------------------------------------------------------ on the event loop
 
     def _metrics(self) -> dict[str, float]:
-        entries = self._buffer.entries.values()
-        complete = self._buffer.complete + len(self._round)
-        begun = sum(entry.begun is not None for entry in entries)
+        entries, ended = self._buffer.entries.values(), {entry for entry, _ in self._round}
+        # One that an environment answers by itself is complete, and has not begun.
+        left = [entry for entry in entries if entry.group is None and entry not in ended]
+        begun = sum(entry.begun is not None for entry in left)
         names = ("asked", "finished", "replaced", "late", "timed_out", "failed")
         counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
         if (endpoint := self._collector.endpoint) is not None:
@@ -231,9 +232,9 @@ class RolloutStream:
             | (self._teachers.metrics() if self._teachers else {})
             | {
                 "rollout/retried": self._collector.router.retried,
-                "rollout/groups_ready": complete,
-                "rollout/groups_in_flight": begun - complete,
-                "rollout/groups_queued": len(entries) - begun,
+                "rollout/groups_ready": len(entries) - len(left),
+                "rollout/groups_in_flight": begun,
+                "rollout/groups_queued": len(left) - begun,
             }
         )
 
