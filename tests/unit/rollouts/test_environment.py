@@ -197,12 +197,16 @@ def test_what_an_environment_says_first_is_not_trained_on() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "prompt", "ends"),
-    [(4, 2, "stop"), (5, 2, "length"), (3, 4, "length"), (2, 4, "stop"), (0, 7, "length"), (5, 1, "length")],
+    [
+        *[(4, 2, "stop"), (5, 2, "length"), (3, 4, "length"), (2, 4, "stop"), (0, 7, "length"), (5, 1, "length")],
+        *[(5, 4, "length"), (4, 9, "length")],
+    ],
 )
 def test_a_sample_is_cut_by_the_answers_limit_and_not_by_a_turns(tokens: int, prompt: int, ends: str) -> None:
     """The group's prompt has two tokens, and an answer five. What a sample's own prompt adds counts, too."""
     sample = Sample(Prompt(0, [1] * prompt, "", ""), [3] * tokens, [0.0] * tokens, [0] * tokens, "length")
-    assert check([sample], 5, prompt=Prompt(0, [1, 1], ""))[0].finish_reason == ends
+    [cut] = check([sample], 5, prompt=Prompt(0, [1, 1], ""))
+    assert (cut.finish_reason, len(cut.token_ids)) == (ends, min(tokens, 5, max(0, 7 - prompt))), "a row has room for 7"
 
 
 def test_answers_over_the_limit_are_cut_in_every_column() -> None:

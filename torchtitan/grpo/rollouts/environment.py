@@ -253,7 +253,6 @@ def checked(
         raise UserError(f"{where} must return a list of one Sample or more, not {repr(samples)[:100]}")
     if not samples:
         raise ValueError("no sample")
-    max_tokens = params.max_tokens
     for sample in samples:
         if not ours:
             _check_values(sample, where)
@@ -290,14 +289,15 @@ def checked(
         if tokens and not (min(sample.token_ids) >= 0 and max(sample.token_ids) < params.vocab_size):
             wrong = min(sample.token_ids) if min(sample.token_ids) < 0 else max(sample.token_ids)
             raise ValueError(f"a sample with token {wrong}, and the model has {params.vocab_size}")
-        if tokens > max_tokens:
+        sample.beyond = max(0, len(sample.prompt.token_ids) - len(prompt.token_ids))
+        most = max(0, params.max_tokens - sample.beyond)
+        if tokens > most:
             sample.finish_reason = "length"
             for column in (sample.token_ids, *columns):
-                del column[max_tokens:]
-            sample.kept = sample.kept and sample.kept.first(max_tokens)
-            sample.top = sample.top and sample.top.cut(max_tokens)
-        sample.beyond = max(0, len(sample.prompt.token_ids) - len(prompt.token_ids))
-        if sample.finish_reason == "length" and tokens + sample.beyond < max_tokens:
+                del column[most:]
+            sample.kept = sample.kept and sample.kept.first(most)
+            sample.top = sample.top and sample.top.cut(most)
+        if sample.finish_reason == "length" and tokens < most:
             sample.finish_reason = "stop"
     return samples
 
