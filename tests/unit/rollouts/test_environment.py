@@ -257,7 +257,11 @@ def test_what_an_episode_may_cause_costs_no_more_than_itself(bad: float) -> None
     [kept] = check([sample(reward=0.5, rewards={"seconds": bad, "tests_passed": 3})], 10)
     assert (kept.reward, kept.rewards) == (0.5, {"tests_passed": 3})
     over = Sample(PROMPT, [1, 60], [0.1, 0.0], [1, 1], "stop", [True, False])
-    for samples, said in (([sample(reward=bad)], f"reward {bad!r}"), ([], "no sample"), ([over], "token 60")):
+    empty, unknown = (replace(sample(), prompt=Prompt(7, ids, "its own")) for ids in ([], [3, 61]))
+    for samples, said in (
+        *(([sample(reward=bad)], f"reward {bad!r}"), ([], "no sample"), ([over], "token 60")),
+        *(([empty], "an empty prompt"), ([unknown], "token 61")),
+    ):
         with pytest.raises(ValueError, match=re.escape(said)) as raised:
             check(samples, 10, vocab_size=60)
         assert not isinstance(raised.value, UserError)

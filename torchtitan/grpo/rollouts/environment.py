@@ -246,7 +246,7 @@ def checked(
         UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
             sampled before the group began.
         ValueError: An episode may be so: there is no sample, a reward is no number that a step can use, or a text had a
-            token that the model has no embedding for.
+            token that the model has no embedding for, or none.
     """
     where = f"{KEY} = {name!r}"
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
@@ -286,8 +286,11 @@ def checked(
                 f"{where}: a sample has not the {params.top_tokens} likeliest tokens in place of each of its {tokens}, "
                 "which [grpo] score_centering needs: make samples with `Turns`, or pass on `Completion.top`"
             )
-        if tokens and not (min(sample.token_ids) >= 0 and max(sample.token_ids) < params.vocab_size):
-            wrong = min(sample.token_ids) if min(sample.token_ids) < 0 else max(sample.token_ids)
+        if not sample.prompt.token_ids:
+            raise ValueError("a sample with an empty prompt")
+        ids = sample.token_ids if sample.prompt is prompt else sample.prompt.token_ids + sample.token_ids
+        if ids and not (min(ids) >= 0 and max(ids) < params.vocab_size):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(f"a sample with token {wrong}, and the model has {params.vocab_size}")
         sample.beyond = max(0, len(sample.prompt.token_ids) - len(prompt.token_ids))
         most = max(0, params.max_tokens - sample.beyond)
@@ -305,7 +308,7 @@ def checked(
 def _check_values(sample: Sample, where: str) -> None:
     """What an environment may have written itself: arrays become lists."""
     firsts, servers = zip(*sample.servers, strict=True) if len(sample.servers) else ((), ())
-    if not set(map(type, [*sample.token_ids, *sample.versions, *firsts])) <= {int}:
+    if not set(map(type, [*sample.prompt.token_ids, *sample.token_ids, *sample.versions, *firsts])) <= {int}:
         raise UserError(f"{where}: token ids and versions of a sample must be whole numbers")
     sample.logprobs = list(map(float, sample.logprobs))
     sample.loss_mask = None if sample.loss_mask is None else list(map(bool, sample.loss_mask))
