@@ -10,7 +10,7 @@ from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.engines.protocol import Completion, Refused, SamplingParams
 from torchtitan.grpo.environments.calculator import MAX_CALLS, calculate, call_ends, rollout
 from torchtitan.grpo.process.random_numbers import prompt_seed
 from torchtitan.grpo.rollouts.environment import RolloutClient, checked
@@ -126,6 +126,29 @@ def test_a_group_calls_and_answers_each_in_its_own_way(tokenizer):
     assert all(sample.finish_reason == "stop" for sample in samples)
     assert [sample.logprobs.count(0.0) for sample in samples] == [4, 0, 2 + 4, 2, 0]
     assert asked[0] == QUESTION and len(asked) == 1 + 5
+
+
+def test_a_conversation_that_fails_ends_the_others(tokenizer):
+    ended = []
+
+    async def ask(token_ids, params, name, session):
+        if not session:
+            ids = tokenizer("<1+1>", add_special_tokens=False)["input_ids"]
+            return [Completion(ids, [-1.0] * len(ids), "stop", [3] * len(ids)) for _ in range(2)]
+        try:
+            await asyncio.sleep(60 if session == "0" else 0)
+            raise Refused("too long")
+        finally:
+            ended.append(session)
+
+    async def group() -> None:
+        prompt = Prompt(0, tokenizer(QUESTION)["input_ids"], QUESTION)
+        params = SamplingParams(2, 1.0, 40, (END,), 0)
+        with pytest.raises(Refused):
+            await rollout(RolloutClient(tokenizer, params, prompt, ask), prompt)
+        assert ended == ["1", "0"], "a server is not asked for what nobody waits for"
+
+    asyncio.run(group())
 
 
 def test_calls_are_limited_and_the_last_turn_is_not_stopped_at_one(tokenizer):

@@ -10,7 +10,6 @@ line is the answer; `[reward] answer_pattern` extracts it. See docs/environments
 """
 
 import ast
-import asyncio
 import functools
 import operator
 import re
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion
+from torchtitan.grpo.process.event_loop import all_of
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
 
 MAX_CALLS = 3
@@ -32,8 +32,7 @@ async def rollout(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     stop = call_ends(client.tokenizer)
     # All conversations start from the same tokens, so one request serves them all. Then each goes on by itself.
     first = await client.generate(prompt.token_ids, n=client.params.n, stop_token_ids=stop)
-    each = enumerate(first)
-    return await asyncio.gather(*(_converse(client, prompt, answer, stop, f"{i}") for i, answer in each))
+    return await all_of([_converse(client, prompt, answer, stop, f"{i}") for i, answer in enumerate(first)])
 
 
 async def _converse(
