@@ -1,7 +1,6 @@
 """Log lines: `12:34:56 INFO  message`, after one line with the date."""
 
 import contextlib
-import io
 import logging
 import os
 import sys
@@ -47,13 +46,13 @@ class _Lasting:
 
     def __init__(self, stream: TextIO | None, told: "_Lasting | None" = None) -> None:
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115  as long as the process
-        if isinstance(self._stream, io.TextIOWrapper):  # a model may write in any script, and half a character
-            self._stream.reconfigure(errors="backslashreplace")
         self._told = told
 
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
+        except UnicodeEncodeError as error:  # a model may write in any script, and half a character
+            self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except OSError as error:
             self._lost(error)
         return len(text)
