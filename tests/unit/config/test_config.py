@@ -1107,5 +1107,6 @@ def test_a_list_as_the_file_writes_it_is_no_text():
 
     for written in ('["</a>", "x, y"]', """[ '</a>', "x, y" ]"""):
         assert stop(written) == ["</a>", "x, y"]
+    assert stop(r'["\ud83d\ude00", "x, y"]') == ["\U0001f600", "x, y"], "TOML has no pairs of escapes"
     assert stop("[a],</b>") == ["[a]", "</b>"] and stop("[" * 5000) == ["[" * 5000]
     assert load_config([*MODEL, "--rollout.stop_token_ids", "[1, 2]"]).rollout.stop_token_ids == [1, 2]

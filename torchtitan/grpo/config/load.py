@@ -344,9 +344,10 @@ def _from_text(key: Key, texts: list[str], negated: bool) -> Any:
         return texts[0]
     if get_origin(key.type) is list:
         item = get_args(key.type)[0]
-        if len(texts) == 1 and texts[0].startswith("["):  # as in the file, or a text such as [END]
-            with contextlib.suppress(ValueError, RecursionError):
-                return tomllib.loads(f"list = {texts[0]}")["list"]
+        if len(texts) == 1 and texts[0].startswith("["):  # as JSON or the file writes it, or a text such as [END]
+            for read in (json.loads, lambda text: tomllib.loads(f"list = {text}")["list"]):
+                with contextlib.suppress(ValueError, RecursionError):
+                    return read(texts[0])
         return [_scalar(part, item) for text in texts for part in text.split(",") if part]
     options = get_args(key.type) or (key.type,)
     if type(None) in options and texts[0].lower() == "none":
