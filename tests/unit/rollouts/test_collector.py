@@ -31,6 +31,7 @@ from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.environments.load import load_environment
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process import event_loop
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.collector import Ask, Collector, decoded
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
@@ -1137,6 +1138,37 @@ def test_a_group_whose_environment_does_not_let_itself_be_cancelled_is_given_up_
     wait_until(lambda: in_flight(collector) == [0, 0])
     collector.group_timeout_s = 30
     assert tokens(collector.collect(prompts_of(1), PARAMS, "b")) != [[[], []]]
+
+
+def test_an_environment_that_cleans_up_for_long_keeps_its_place(monkeypatch) -> None:
+    monkeypatch.setattr(event_loop, "CANCEL_S", 0.01)
+    running: list[int] = []
+    most = 0
+
+    async def slow_to_end(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        nonlocal most
+        running.append(0)
+        most = max(most, len(running))
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.2)  # as a container that is removed
+            running.pop()
+        return []
+
+    environment = GuardedEnvironment(slow_to_end, "tests:rollout", concurrency=1)
+
+    async def group() -> None:
+        async with asyncio.timeout(0.05) as limit:
+            call = GroupCall(limit=limit, timeout_s=0.05)
+            await environment.group(lambda *_: SimpleNamespace(params=PARAMS), prompts_of(1)[0], PARAMS, call)
+
+    async def two_groups() -> None:
+        ended = await asyncio.gather(group(), group(), return_exceptions=True)
+        assert [type(error) for error in ended] == [TimeoutError, TimeoutError]
+
+    asyncio.run(two_groups())
+    assert most == 1
 
 
 def test_a_group_that_has_ended_has_no_limit() -> None:

@@ -96,14 +96,14 @@ class GuardedEnvironment:
             return self._give_up(prompt, 1, f"took longer than [rollout] group_timeout_seconds = {timeout_s:g}")
 
     async def _run(self, client: RolloutClient, prompt: Prompt, call: GroupCall) -> Group:
-        async with self._place(call):
-            return await left_if_cancelled(self._play(client, prompt, call))
+        return await left_if_cancelled(self._play(client, prompt, call))
 
     async def _play(self, client: RolloutClient, prompt: Prompt, call: GroupCall) -> Group:
         try:
-            with renamed(KEY, self.key), self._counted():
-                returned = self._environment(client, prompt)
-                samples = await returned if inspect.isawaitable(returned) else returned
+            async with self._place(call):  # also while it is left, and cleans up
+                with renamed(KEY, self.key), self._counted():
+                    returned = self._environment(client, prompt)
+                    samples = await returned if inspect.isawaitable(returned) else returned
         except (EngineError, FleetError, UserError) as error:
             if not isinstance(error, Refused) or self.is_single_turn or not self._has_worked:
                 raise
