@@ -340,8 +340,6 @@ def toml(value: Any) -> str:
     if isinstance(value, dict):
         entries = [f"{toml(name)} = {toml(element)}" for name, element in value.items()]
         return f"{{ {', '.join(entries)} }}" if entries else "{}"
-    if isinstance(value, int) and value.bit_length() > 10_000:  # of over 4,300 digits, Python writes no decimals
-        return hex(value)
     return "none" if value is None else str(value)
 
 
