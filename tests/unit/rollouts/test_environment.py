@@ -279,3 +279,12 @@ def test_arrays_become_lists_and_their_numbers_rewards() -> None:
     assert from_bytes(to_bytes([found])) == [found]
     assert (found.logprobs, found.loss_mask) == ([-0.5, -1.0], [True, False])
     assert (found.reward, found.rewards) == (0.5, {"tests_passed": 3, "share": 0.25})
+
+
+def test_a_long_prompt_of_a_group_is_not_read_for_each_sample() -> None:
+    class Unread(list):
+        def __iter__(self):
+            raise AssertionError("the event loop stands still meanwhile")
+
+    prompt = Prompt(7, Unread([3, 4, 5]), "long")
+    assert len(check([Sample(prompt, [1], [0.1], [1], "stop") for _ in range(2)], 10, prompt=prompt)) == 2

@@ -254,8 +254,9 @@ def checked(
     if not samples:
         raise ValueError("no sample")
     for sample in samples:
+        own = [] if sample.prompt is prompt else sample.prompt.token_ids  # those of the data are checked at the start
         if not ours:
-            _check_values(sample, where)
+            _check_values(sample, own, where)
         columns: list[list[Any]] = [sample.logprobs, sample.versions]
         if sample.loss_mask is not None:
             columns.append(sample.loss_mask)
@@ -288,7 +289,7 @@ def checked(
             )
         if not sample.prompt.token_ids:
             raise ValueError("a sample with an empty prompt")
-        ids = sample.token_ids if sample.prompt is prompt else sample.prompt.token_ids + sample.token_ids
+        ids = own + sample.token_ids
         if ids and not (min(ids) >= 0 and max(ids) < params.vocab_size):
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(f"a sample with token {wrong}, and the model has {params.vocab_size}")
@@ -305,10 +306,10 @@ def checked(
     return samples
 
 
-def _check_values(sample: Sample, where: str) -> None:
-    """What an environment may have written itself: arrays become lists."""
+def _check_values(sample: Sample, own: list[int], where: str) -> None:
+    """What an environment may have written itself, with the prompt's ids if it is its own: arrays become lists."""
     firsts, servers = zip(*sample.servers, strict=True) if len(sample.servers) else ((), ())
-    if not set(map(type, [*sample.prompt.token_ids, *sample.token_ids, *sample.versions, *firsts])) <= {int}:
+    if not set(map(type, [*own, *sample.token_ids, *sample.versions, *firsts])) <= {int}:
         raise UserError(f"{where}: token ids and versions of a sample must be whole numbers")
     sample.logprobs = list(map(float, sample.logprobs))
     sample.loss_mask = None if sample.loss_mask is None else list(map(bool, sample.loss_mask))
