@@ -20,7 +20,11 @@ def test_plot_metrics(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "reward/mean  lr=low: last 2.925 +- 0.0354 over 2 seeds" in said
     assert "reward/mean  lr=1e-5[0]: last 2.9, mean" in said
+    for name, begins in (("a.svg", b"<?xml"), ("lr=0.5", b"\x89PNG")):
+        assert console.run([*command, "reward/mean", "--out", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(begins)
 
+    capsys.readouterr()
     assert console.run([*command, "reward/meen"]) == 2
     assert capsys.readouterr().err == (
         'error: no run has reward/meen (did you mean "reward/mean"?); metrics.jsonl and docs/metrics.md '

@@ -108,6 +108,8 @@ def main(arguments: Namespace) -> int:
         axes.legend()
     axes.set_xlabel("step")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.out, dpi=120, format="png")
+    kind = arguments.out.suffix[1:]
+    known_kind = kind if kind in figure.canvas.get_supported_filetypes() else "png"
+    figure.savefig(arguments.out, dpi=120, format=known_kind)
     print(f"wrote {arguments.out}")
     return 0
