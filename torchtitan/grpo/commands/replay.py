@@ -36,7 +36,15 @@ from torchtitan.grpo.run.run_folder import has_steps
 from torchtitan.grpo.run.running import running
 from torchtitan.tools.logging import logger
 
-OF_THE_RUN = "parallelism.ranks", "ray", "rollout.api_key_env", "distill.api_key_env", "reward.secrets"
+OF_THE_RUN = (
+    "parallelism.ranks",
+    "ray",
+    "rollout.api_key_env",
+    "rollout.serve_host",
+    "rollout.serve_key_env",
+    "distill.api_key_env",
+    "reward.secrets",
+)
 """Sections and keys of the recorded run that say nothing about a replay: it runs on any number of ranks, without Ray,
 and asks nobody."""
 
