@@ -103,3 +103,19 @@ def test_processes_that_take_long_to_close_do_so_at_the_same_time():
             both.wait(5)
 
     KeptProcesses(lambda: KeptProcess(lambda *_: Slow(), lambda *_: None), 2).close()
+
+
+def test_one_process_is_closed_where_the_machine_has_no_thread(monkeypatch):
+    closed = []
+
+    class Closable(Process):
+        def close(self) -> None:
+            closed.append(self)
+
+    def has_none(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    processes = KeptProcesses(lambda: KeptProcess(lambda *_: Closable(), lambda *_: None), 1)
+    monkeypatch.setattr(threading.Thread, "start", has_none)
+    processes.close()
+    assert closed

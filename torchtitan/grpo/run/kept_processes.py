@@ -69,9 +69,12 @@ class KeptProcesses:
         return "\n".join(process.describe() for process in self.each)
 
     def close(self) -> None:
-        """End them, at the same time. Bounded."""
+        """End them, at the same time. Bounded. One alone needs no thread, of which the machine may have no other."""
+        first, *others = self.each
         with ThreadPoolExecutor(len(self.each), "rollouts-close") as pool:  # the other pool may wait for answers
-            list(pool.map(KeptProcess.close, self.each))
+            closing = pool.map(KeptProcess.close, others)
+            first.close()
+            list(closing)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _requests_in_flight(self, server: Server) -> int:
