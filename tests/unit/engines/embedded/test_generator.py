@@ -519,3 +519,19 @@ def test_requests_whose_step_runs_out_of_memory_are_told_and_the_next_ones_are_s
             assert answered().error == "generation failed: no memory", name
         assert answered().answers[0].token_ids == whole.answers[0].token_ids, name
     worker.close(10)
+
+
+@pytest.mark.parametrize("part", ["_decode", "_arrange"])
+def test_a_request_that_is_complete_is_answered_though_its_step_fails(
+    model: PreTrainedModel, part, monkeypatch
+) -> None:
+    generator, ended = make_generator(model), queue.SimpleQueue[list[Request]]()
+    short, long = (Request(f"r{tokens}", [1, 2], SamplingParams(1, 0.0, tokens)) for tokens in (1, 60))
+    monkeypatch.setattr(generator, part, Mock(side_effect=torch.OutOfMemoryError("no memory")))
+    worker = GenerationWorker(generator, ended.put)
+    worker.start()
+    worker.add([short, long])
+    assert ended.get(timeout=10) == [short, long]
+    assert (short.error, long.error) == (None, "generation failed: no memory")
+    assert [short.answers[0].finish_reason, long.answers[0].finish_reason] == ["length", "abort"]
+    worker.close(10)

@@ -136,6 +136,7 @@ class Generator:
         self._cached = {cache_argument(model.base_model): self._cache, "use_cache": True}
         self._running: list[Branch] = []  # running[r] is row r of the cache
         self._waiting: deque[Answer] = deque()
+        self._complete: list[Request] = []  # since the last step that returned
 
     @property
     def running(self) -> int:
@@ -175,15 +176,15 @@ class Generator:
         self._cache.drop()
 
     def drop(self, error: str | None = None) -> list[Request]:
-        """Abort every request now, with the tokens that it has, and return them."""
-        answers = [*self._unfinished(), *self._waiting]
+        """Abort every request now, with the tokens that it has, and return them, and those that a step completed that
+        failed later."""
+        answers = [answer for answer in (*self._unfinished(), *self._waiting) if answer.finish_reason is None]
         self._running, self._waiting = [], deque()
         self.drop_cache()  # memory that ran out is free again, and a cache that was being resized is whole
-        finished = []
         for answer in answers:
             answer.request.error = error
-            finished += self._finish(answer, "abort")
-        return finished
+            self._finish(answer, "abort")
+        return self._take_complete()
 
     @torch.inference_mode()
     def step(self, admit: bool = True) -> list[Request]:
@@ -196,13 +197,16 @@ class Generator:
             FloatingPointError: The model's logits are NaN.
         """
         self._remove_cancelled()
-        finished: list[Request] = []
         if admit:
             for batch in self._admissible():
-                finished += self._prefill(batch)
+                self._prefill(batch)
         if self._running:
-            finished += self._decode()
-        return finished
+            self._decode()
+        return self._take_complete()
+
+    def _take_complete(self) -> list[Request]:
+        complete, self._complete = self._complete, []
+        return complete
 
     def _unfinished(self) -> list[Answer]:
         """The running answers, row by row."""
@@ -245,7 +249,7 @@ class Generator:
         if batch:
             yield batch
 
-    def _prefill(self, batch: list[Branch]) -> list[Request]:
+    def _prefill(self, batch: list[Branch]) -> None:
         """Compute the batch's tokens so far, append its rows to the running ones and sample a token for each answer."""
         inputs = [branch[0].request.prompt_ids + branch[0].token_ids for branch in batch]
         device = self.model.device
@@ -267,9 +271,9 @@ class Generator:
                     # Positions that older weights have computed keep their experts.
                     answer.routes.append(chosen[sum(map(len, answer.routes)) : answer.tokens])
         hidden = hidden[torch.arange(len(inputs), device=device), last]
-        return self._sample(logits_of(self.model, hidden), first)
+        self._sample(logits_of(self.model, hidden), first)
 
-    def _decode(self) -> list[Request]:
+    def _decode(self) -> None:
         """One token for every running answer."""
         device = self.model.device
         width = self._longest()
@@ -287,7 +291,7 @@ class Generator:
             for branch, chosen in zip(self._running, self.routing.take(len(self._running)), strict=True):
                 for answer in branch if branch[0].request.routes else []:
                     answer.routes.append(chosen[None])
-        return self._sample(logits_of(self.model, hidden[:, 0]), 0)
+        self._sample(logits_of(self.model, hidden[:, 0]), 0)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         output = self.model.base_model(
@@ -319,13 +323,9 @@ class Generator:
             return slides
         return {"full_attention": additive(visible), "sliding_attention": slides}
 
-    def _sample(self, logits: torch.Tensor, first: int) -> list[Request]:
+    def _sample(self, logits: torch.Tensor, first: int) -> None:
         """Append a token to the answers of the rows from `first` on, given the rows' logits [R, V]. Rows whose answers
-        now differ branch, and finished answers leave.
-
-        Returns:
-            The complete requests.
-        """
+        now differ branch, and finished answers leave."""
         branches = self._running[first:]
         answers = [answer for branch in branches for answer in branch]
         if len(answers) > len(branches):
@@ -337,7 +337,6 @@ class Generator:
         cuts = {i: answer.request.params for i, answer in enumerate(answers) if answer.request.params.cuts}
         tokens, logprobs, top_ids, top_values, kept = sample(logits, temperatures, noise[:, 0], noise[:, 1], top, cuts)
         best = list(zip(top_ids.tolist(), top_values.tolist(), strict=True))
-        finished: list[Request] = []
         for i, (answer, token, logprob) in enumerate(zip(answers, tokens.tolist(), logprobs.tolist(), strict=True)):
             if logprob != logprob:
                 raise FloatingPointError(f"the model's logits are NaN (weight version {self.version!r})")
@@ -351,11 +350,10 @@ class Generator:
                 ids, values = best[i]
                 answer.top_tokens.append((ids[:k], values[:k]))
             if self._stops(answer, token):
-                finished += self._finish(answer, "stop")
+                self._finish(answer, "stop")
             elif len(answer.token_ids) >= answer.request.params.max_tokens:
-                finished += self._finish(answer, "length")
+                self._finish(answer, "length")
         self._arrange([(row, same) for row, branch in enumerate(self._running) for same in _branches(branch)])
-        return finished
 
     def _stops(self, answer: Answer, token: int) -> bool:
         """Whether the newest token ends the answer."""
@@ -364,10 +362,11 @@ class Generator:
             return True
         return self.decode is not None and bool(params.stop) and ends_in_stop(tokens, params.stop, self.decode)
 
-    def _finish(self, answer: Answer, reason: FinishReason) -> list[Request]:
+    def _finish(self, answer: Answer, reason: FinishReason) -> None:
         answer.finish_reason = reason
         answer.request.unfinished -= 1
-        return [answer.request] if answer.request.unfinished == 0 else []
+        if answer.request.unfinished == 0:
+            self._complete.append(answer.request)
 
     def _arrange(self, branches: list[tuple[int, Branch]]) -> None:
         """Make these the running rows, without gaps. Each comes with the row that holds its tokens, and stays there if
