@@ -162,3 +162,15 @@ def test_a_dry_run_says_what_ray_would_do(capsys):
     said = capsys.readouterr().out
     assert "on 2 processes" in said
     assert "each in a Ray actor, on the node of rank 0" in said
+
+
+def test_a_servers_node_that_does_not_have_the_runs_folder_is_told_what_it_needs(tmp_path, monkeypatch):
+    supervised = pytest.importorskip("torchtitan.grpo.run.ray.supervised", exc_type=ImportError)
+    monkeypatch.setattr(supervised.ray, "get_gpu_ids", list)
+    monkeypatch.setattr(supervised, "init_log_lines", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    argv = [*TINY, "--job.dump_folder", "file/run"]
+    server = supervised.SupervisedServer(0, dict(os.environ), argv, "", "grpo", str(tmp_path))
+    assert server.serve("127.0.0.1").startswith("[job] dump_folder must be on a file system that all nodes share: ")
+    server.close()

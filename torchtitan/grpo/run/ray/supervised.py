@@ -56,6 +56,7 @@ class SupervisedServer:
         try:
             os.chdir(self._folder)
             folder = Path(self._config.job.dump_folder).absolute() / LOG_FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
             config = fetched(self._config, data=False) if self._config.lora.enable else self._config
             planned = dataclasses.replace(planned_servers(config, self._gpus, 0)[0], host=host)
             launch = dataclasses.replace(launches([planned])[0], name=str(self._index))
