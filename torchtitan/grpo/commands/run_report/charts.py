@@ -96,7 +96,7 @@ def smoothed(points: Points) -> Points:
 
 
 def ticks(least: float, greatest: float) -> list[float]:
-    """Round numbers within a range, 3 to 6."""
+    """Round numbers within a range, 3 to 7."""
     step = _nice((greatest - least) / 6)
     first = math.ceil(least / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, math.floor(greatest / step + 1e-9) + 1)]
