@@ -14,11 +14,12 @@ CANCEL_S = 1.0
 
 
 async def cancel_others() -> None:
-    """Cancel every other task of this event loop, and wait until they have ended. One may go on all the same."""
+    """Cancel every other task of this event loop, and wait until they have ended, which may take most of the time that
+    `LoopThread.close` has. One may go on all the same."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()
-    await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=CLOSE_TIMEOUT_S / 2)
+    await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=0.8 * CLOSE_TIMEOUT_S)
 
 
 class LoopThread:
