@@ -108,8 +108,7 @@ def main(arguments: Namespace) -> int:
         axes.legend()
     axes.set_xlabel("step")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    kind = arguments.out.suffix[1:]
-    known_kind = kind if kind in figure.canvas.get_supported_filetypes() else "png"
-    figure.savefig(arguments.out, dpi=120, format=known_kind)
+    kind, kinds = arguments.out.suffix[1:], figure.canvas.get_supported_filetypes()
+    figure.savefig(arguments.out, dpi=120, format=kind if kind in kinds else "png")
     print(f"wrote {arguments.out}")
     return 0
