@@ -97,6 +97,15 @@ def test_a_process_outlives_who_reads_its_output(opened: Callable[[], tuple[int,
     assert said.startswith("stdout cannot be written ([Errno ") and error in said and said.count("\n") == 1
 
 
+def test_what_was_printed_before_ends_no_process_either():
+    code = "print('before')\nfrom torchtitan.grpo.process import log_lines, stopping\nlog_lines.init_log_lines()"
+    code += "\nstopping.run_and_exit(lambda: 0)"
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], env=buffered, stdout=full, cwd=ROOT, timeout=60)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize(("encoding", "printed"), [("ascii", "\\u65e5 \\ud83d\n"), ("utf-8", "日 \\ud83d\n")])
 def test_text_of_any_script_and_half_a_character_can_be_printed(encoding: str, printed: str):
     code = "from torchtitan.grpo.process.log_lines import init_log_lines\ninit_log_lines()\nprint('\\u65e5', '\\ud83d')"
