@@ -160,12 +160,15 @@ def test_adapters_of_a_model_that_sees_are_those_of_its_language_model_within(tm
         model = source.build()
     add_adapters(model, source.lora, torch.float32)
     model.to_empty(device="cpu")
-    load_hf_weights(model, source, tmp_path / "base")
     with torch.no_grad():
+        model.init_weights()  # ties output and embedding again
         for adapter in adapter_state(model).values():
             adapter.normal_()
+    load_hf_weights(model, source, tmp_path / "base")
     write_adapter(gather_adapter(model), source, tmp_path / "adapter", torch.float32)
 
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["target_modules"] == list(source.lora.layers), "SGLang takes no pattern in place of the names"
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
     assert not [name for name, _ in loaded.named_parameters() if "lora_" in name and "vision" in name]
     theirs = loaded.merge_and_unload().state_dict()

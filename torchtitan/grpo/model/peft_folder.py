@@ -70,6 +70,6 @@ def adapter_config(source: ModelSource) -> dict[str, object]:
     if base != folder:
         base, _, revision = base.rpartition("@")
     config = peft_config(lora.rank, lora.alpha, lora.layers, base)
-    if source.is_part:  # other parts have layers with the same names
-        config["target_modules"] = rf"{re.escape(LANGUAGE_MODEL)}.*\.({'|'.join(lora.layers)})"
+    if source.is_part:  # other parts have layers with the same names; SGLang takes no pattern in place of the names
+        config["exclude_modules"] = rf"(?!{re.escape(LANGUAGE_MODEL)}).*"
     return config | {"revision": revision} if revision else config
