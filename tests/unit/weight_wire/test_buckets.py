@@ -9,6 +9,7 @@ from torchtitan.grpo.weight_wire.buckets import (
     Checksum,
     TensorSpec,
     bucket_bytes,
+    checksum_of,
     combine_checksums,
     plan_buckets,
     plan_from_json,
@@ -98,6 +99,14 @@ def test_checksum_is_its_definition_over_chunks_and_devices():
     for largest in (8 * 100, 8 * 7, 8 * 1000):  # one chunk; several with a short last one; a mix longer than needed
         checksum = Checksum(torch.device("cpu"), largest)
         assert checksum(payload).item() == reference_checksum(payload.numpy().tobytes(), min(largest // 8, 1 << 22))
+
+
+def test_a_part_of_a_tensor_has_its_own_checksum_wherever_it_begins():
+    """Of the heads' biases, a rank of a server has a few."""
+    whole = torch.arange(1, 25, dtype=torch.bfloat16)
+    for start, end in ((0, 6), (6, 12), (4, 8), (3, 7)):
+        part = whole[start:end]
+        assert checksum_of(part) == checksum_of(part.clone())
 
 
 def test_checksum_sees_every_bit_and_every_swap():

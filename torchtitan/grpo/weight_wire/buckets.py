@@ -206,7 +206,7 @@ def checksum_of(tensor: torch.Tensor, checksum: Checksum | None = None) -> torch
         checksum: One that is made already. Sums by checksums for other sizes may differ.
     """
     data = tensor.contiguous().flatten().view(torch.uint8)
-    if missing := -len(data) % 8:
+    if (missing := -len(data) % 8) or data.storage_offset() % 8:  # no view as words; `pad` copies
         data = torch.nn.functional.pad(data, (0, missing))
     return (checksum or Checksum(data.device, len(data)))(data)
 
