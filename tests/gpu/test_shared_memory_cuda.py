@@ -147,7 +147,7 @@ def test_an_embedded_server_loads_from_the_trainers_memory(tmp_path):
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     specs = [TensorSpec(name, weight.dtype, tuple(weight.shape)) for name, weight in weights.items()]
     whole = Whole(plan_buckets(specs, 1 << 18), weights)
-    plan = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 2}
+    plan = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 2, "timeout_seconds": 60.0}
     with supervised("embedded", tmp_path, TINY_QWEN3, gpus=(0,)) as running:
         control = VllmControl(running.urls[0], None, 60.0)
         link = GroupLink(control, "ipc", CUDA, 60.0, Pause(), lambda: None, lambda: None, lambda: 0)

@@ -1,9 +1,11 @@
 """A server without a model: the real receiver of weights behind the real routes. It records what it receives.
 
     python receiver_process.py READY_FILE PORT [--fault KIND VERSION SECONDS] [--bucket-s S] [--jitter-s S]
+        [--control-s S]
 
 Writes its address into READY_FILE. KIND acts while the second bucket of VERSION is loaded: `sleep` for SECONDS, `die`
 by SIGKILL, or `stop` by SIGSTOP. Loading a bucket takes `--bucket-s` seconds and a random share of `--jitter-s` more.
+A pause and the start of an update take `--control-s` each.
 
 `GET /tensors` answers {name: [dtype, shape, sha256 of the bytes]} of the last tensors received. Each version taken into
 service adds a line to READY_FILE.taken: the version, and the sha256 of that answer.
@@ -34,6 +36,7 @@ parser.add_argument("port", type=int)
 parser.add_argument("--fault", nargs=3, default=["", "0", "0"])
 parser.add_argument("--bucket-s", type=float, default=0.0)
 parser.add_argument("--jitter-s", type=float, default=0.0)
+parser.add_argument("--control-s", type=float, default=0.0)
 args = parser.parse_args()
 fault, fault_version, fault_s = args.fault[0], int(args.fault[1]), float(args.fault[2])
 
@@ -68,10 +71,12 @@ class RecordingServer:
         return {}
 
     def pause(self, _body: dict) -> dict:
+        time.sleep(args.control_s)
         self._paused = True
         return {}
 
     def start_weight_update(self, _body: dict) -> dict:
+        time.sleep(args.control_s)
         self._updating = True
         return {}
 

@@ -37,7 +37,8 @@ plan = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 
 for url in sys.argv[1:]:
     arguments = "gloo", torch.device("cpu"), 20.0, Pause(), lambda: None, lambda: None, lambda: 0
     link = globals()[url] = GroupLink(VllmControl(url, None, 20.0), *arguments)
-    link.connect({"protocol": PROTOCOL, "run": own_run(), "num_buffers": 1, "plan": plan})
+    shared = {"num_buffers": 1, "timeout_seconds": 20.0, "plan": plan}
+    link.connect({"protocol": PROTOCOL, "run": own_run()} | shared)
 print(own_run(), flush=True)
 threading.Event().wait()
 """

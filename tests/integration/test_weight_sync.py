@@ -252,6 +252,15 @@ def test_a_straggler_is_dropped_fed_alone_and_comes_back(tmp_path, receivers):
     assert max(loop["publish_s"]) < 0.5
 
 
+def test_a_server_may_be_late_for_longer_than_the_others_may_wait_for_the_trainer(tmp_path, receivers):
+    """Each of the late one's phases is within `timeout_seconds`. Neither is lost."""
+    folder = save_model(tmp_path / "model", "qwen3", False)
+    urls = [receivers.start("--control-s", "1.3"), receivers.start()]
+    sync = SYNC | {"straggler_seconds": 30.0, "timeout_seconds": 2.0}
+    (seen,) = Trainer(tmp_path, 1, folder=str(folder), urls=urls, sync=sync, acts=[["publish", 1]]).records()
+    assert {event[1] for event in seen["events"]} == {"admit"}
+
+
 def test_random_delays_kills_restarts_and_flips(tmp_path, receivers):
     """Three servers, two FSDP2 ranks: whatever happens, only whole versions are served, and nothing hangs."""
     rng = random.Random(0)

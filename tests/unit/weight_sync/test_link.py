@@ -27,7 +27,7 @@ from torchtitan.grpo.weight_wire.version_names import own_run
 
 CPU = torch.device("cpu")
 PLAN = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
-INFO = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 1, "plan": PLAN}
+INFO = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 1, "timeout_seconds": 60.0, "plan": PLAN}
 
 
 @pytest.fixture

@@ -169,8 +169,7 @@ class FolderLink(ReceiverLink):
 
     def _connect(self, plan_info: dict) -> None:
         info = plan_info | {"backend": "disk", "master_address": "", "master_port": 0, "rank_offset": 1}
-        info |= {"world_size": 1 + self.control.world_size(), "timeout_seconds": self.timeout_s}
-        self.control.init_transfer(info)
+        self.control.init_transfer(info | {"world_size": 1 + self.control.world_size()})
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Have the server read the feed's version."""

@@ -315,7 +315,7 @@ class GroupLink(ReceiverLink):
         address = self._own_address()
         rendezvous = Rendezvous(self.backend, world_size, self.device, self.timeout_s, address)
         info = plan_info | {"backend": self.backend, "master_address": address, "master_port": rendezvous.port}
-        info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self.timeout_s}
+        info |= {"rank_offset": 1, "world_size": world_size}
         self._group = self._both_ends(lambda: self.control.init_transfer(info), rendezvous, deadline)
 
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:

@@ -303,6 +303,7 @@ class WeightSync:
             "protocol": PROTOCOL,
             "run": own_run(),
             "num_buffers": NUM_BUFFERS,
+            "timeout_seconds": config.straggler_seconds + config.timeout_seconds,  # it may wait for another server
             "plan": plan_to_json(buckets),
         } | self._published.announced
         copy = self._copy()

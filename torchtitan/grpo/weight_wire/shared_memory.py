@@ -230,7 +230,7 @@ class SharedMemoryGroup:
     def rest(self, seconds: float) -> None:
         """Wait until a message comes, or the device may have filled the next bucket; for `seconds` at most."""
         if any(not sent.told for sent in self._sent):
-            # `poll` counts in whole milliseconds. Looks each 0.1 ms would take a seventh of a core, and the interpreter.
+            # `poll` counts in whole milliseconds. Looks each 0.1 ms would take a seventh of the interpreter's time.
             time.sleep(min(seconds, _DEVICE_LOOK_S))
             return
         messages = select.poll()
