@@ -8,7 +8,6 @@ from statistics import fmean
 
 import pytest
 import torch
-from process_group import free_port
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
@@ -22,6 +21,7 @@ from tests.helpers.trainer_runs import (
     train,
     without_times,
 )
+from torchtitan.grpo.config.urls import PORTS
 
 
 def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_path):
@@ -70,7 +70,7 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
 
     # With a loss and a baseline of the user's own, which are the built-in ones. As of a run with Ray and keys.
     text = (ROOT / "train_configs" / "quickstart.toml").read_text() + "\n[ray]\nenable = true\nranks = 2\n"
-    keys = f'serve_port = {free_port()}\nserve_host = "0.0.0.0"\nserve_key_env = "NOT_HERE"\napi_key_env = "NOT_HERE"\n'
+    keys = f'serve_port = {PORTS[0]}\nserve_host = "0.0.0.0"\nserve_key_env = "NOT_HERE"\napi_key_env = "NOT_HERE"\n'
     text = text.replace("[rollout]\n", f"[rollout]\n{keys}")
     of_ray = tmp_path / "ray.toml"
     of_ray.write_text(text.replace("[reward]\n", '[reward]\nsecrets = ["NOT_HERE"]\n'))

@@ -4,7 +4,7 @@ The loop, the losses and the flags are those of grpo_train.py. docs/replay.md sa
 """
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -46,7 +46,7 @@ OF_THE_RUN = (
     "reward.secrets",
 )
 """Sections and keys of the recorded run that say nothing about a replay: it runs on any number of ranks, without Ray,
-and asks nobody."""
+and neither asks anybody nor answers."""
 
 
 class NoSync:
@@ -173,6 +173,13 @@ def timing(metrics: Path, after: int) -> str:
     )
 
 
+def _of_the_run(given: Mapping[str, Any]) -> Iterator[str]:
+    """OF_THE_RUN, and the port of its endpoint, which may still be open, unless its environment needs one."""
+    yield from OF_THE_RUN
+    if given.get("rollout.environment") != "endpoint":
+        yield "rollout.serve_port"
+
+
 def main(arguments: Namespace) -> int:
     """
     Raises:
@@ -189,7 +196,7 @@ def main(arguments: Namespace) -> int:
         )
     check_launch()
     init_log_lines()
-    config = load_config(flags, flags_only=lambda given: OF_THE_RUN)
+    config = load_config(flags, flags_only=_of_the_run)
     with running(config, partial(ReplayTrainer, arguments.run, arguments.out, arguments.after)) as trainer:
         trainer.train()
     return 0
