@@ -77,7 +77,6 @@ def build_parser() -> argparse.ArgumentParser:
     trl.add_argument("--python", default=sys.executable, help="Python that has TRL 1.16 (default: this one)")
 
     verl = commands.add_parser("verl", parents=[report, job], allow_abbrev=False)
-    verl.add_argument("--mode", choices=["sync", "colocate_async"], default="sync", help="verl's trainer_mode")
     verl.add_argument("--python", default=sys.executable, help="Python that has verl 0.9.1 (default: this one)")
 
     commands.add_parser("report", parents=[report], allow_abbrev=False).set_defaults(time_limit_s=600.0)

@@ -130,7 +130,7 @@ def run_trl(args: argparse.Namespace, out: Output) -> bool:
 
 def run_verl(args: argparse.Namespace, out: Output) -> bool:
     """verl at every learning rate and seed."""
-    return _other(args, out, f"verl_{args.mode}", "verl_run.py", args.mode)
+    return _other(args, out, "verl", "verl_run.py")
 
 
 def _other(args: argparse.Namespace, out: Output, name: str, program: str, *words: str) -> bool:

@@ -8,12 +8,13 @@ from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import BUILT_IN
+from torchtitan.grpo.rewards.worker import found_last
 
 
 def score(function: str, pattern: str, text: str, prompt: Prompt) -> float:
-    """The reward of an answer: by a built-in function, of the pattern's last group if there is a pattern."""
+    """The reward of an answer: by a built-in function, of the pattern's last match if there is a pattern."""
     if pattern:
-        text = ([""] + [match.group(1) for match in re.finditer(pattern, text)])[-1] or ""
+        text = found_last(re.compile(pattern), text) or ""
     return BUILT_IN[function](text, prompt)
 
 

@@ -1,6 +1,6 @@
 """One run of verl's GRPO, with vLLM on the trainer's GPU, on the job of a configuration of grpo_train.py.
 
-    python verl_run.py sync|colocate_async --job.config_file ... [--section.key value ...]
+    python verl_run.py --job.config_file ... [--section.key value ...]
 
 `learning.py verl` starts it. Model, prompts, rewards, answers a step, their length, temperature, learning rate, warm-up
 and seed are the configuration's; the loss and everything else are verl's defaults, but for what `overrides` says. It
@@ -25,7 +25,7 @@ from torchtitan.grpo.errors import UserError
 
 SOURCE = "task"
 """verl names its validation's metrics by it."""
-POLL_S = 0.01
+POLL_S = 0.05
 
 
 def rows(prompts: Any) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def rows(prompts: Any) -> list[dict[str, Any]]:
     ]
 
 
-def overrides(mode: str, config: Any, task: Task, folder: Path) -> dict[str, Any]:
+def overrides(config: Any, task: Task, folder: Path) -> dict[str, Any]:
     """verl's keys. Without flash-attn's CUDA kernels attention is torch's, and rows are padded."""
     packed = importlib.util.find_spec("flash_attn_2_cuda") is not None
     actor, rollout, correct = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "reward.custom_reward_function."
@@ -77,7 +77,6 @@ def overrides(mode: str, config: Any, task: Task, folder: Path) -> dict[str, Any
         "trainer.total_training_steps": config.training.steps,
         "trainer.test_freq": config.validation.freq,
         "trainer.default_local_dir": folder / "checkpoints",
-        "trainer.v1.trainer_mode": mode,
     }
 
 
@@ -100,7 +99,7 @@ def line(found: dict[str, Any], seconds: float, answers: int) -> dict[str, float
     return made | ({"validation/greedy_reward": rewards[0]} if rewards else {})
 
 
-def main(mode: str, words: list[str]) -> int:
+def main(words: list[str]) -> int:
     import pandas
 
     config = load_config(words)
@@ -109,7 +108,7 @@ def main(mode: str, words: list[str]) -> int:
     pandas.DataFrame(rows(task.training)).to_parquet(folder / "train.parquet")
     pandas.DataFrame(rows(task.held_out.prompts)).to_parquet(folder / "held_out.parquet")
     log, answers = folder / "verl.jsonl", config.grpo.prompts_per_step * config.grpo.group_size
-    flags = [f"{name}={value}" for name, value in overrides(mode, config, task, folder).items()]
+    flags = [f"{name}={value}" for name, value in overrides(config, task, folder).items()]
     path = os.pathsep.join(filter(None, [str(BENCH), os.environ.get("PYTHONPATH")]))  # of verl_reward.py's imports
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "VLLM_PLUGINS": "none", "PYTHONPATH": path}
     trainer = subprocess.Popen([sys.executable, "-m", "verl.trainer.main_ppo", *flags], env=environment, cwd=folder)
@@ -131,7 +130,7 @@ def main(mode: str, words: list[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1], sys.argv[2:]))
+        sys.exit(main(sys.argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -212,7 +212,7 @@ class Function:
     def scores(self, call: Call) -> list[Score]:
         text = call.texts[0]
         if self._regex is not None and not call.is_final:
-            found = _found_last(self._regex, text)
+            found = found_last(self._regex, text)
             if found is None:
                 return [Score(0.0)]  # no final answer
             text = found
@@ -262,11 +262,12 @@ class FinalAnswer:
         self._regex = re.compile(pattern)
 
     def scores(self, call: Call) -> list[Score]:
-        found = _found_last(self._regex, call.texts[0])
+        found = found_last(self._regex, call.texts[0])
         return [Score(0.0, final=found if found is None else found.strip())]
 
 
-def _found_last(regex: re.Pattern[str], text: str) -> str | None:
+def found_last(regex: re.Pattern[str], text: str) -> str | None:
+    """The group of the pattern's last match; None if there is none."""
     last = deque(regex.finditer(text), maxlen=1)
     return (last[0].group(1) or "") if last else None
 
