@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def trainer() -> Iterator[tuple[subprocess.Popen, int]]:
             yield process, int(process.stdout.readline())
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("takes_s", [0.001, 0.035, 0.4])
+def test_a_wait_takes_little_longer_than_its_work(takes_s: float):
+    rests: list[float] = []
+    work = SimpleNamespace(is_completed=lambda: sum(rests) >= takes_s, wait=lambda: None)
+    wait(work, time.monotonic() + 60, "a bucket", rest=rests.append)
+    assert sum(rests) < 1.1 * takes_s + 0.0003 and len(rests) < 60
 
 
 def test_nobody_waits_for_a_store_that_is_gone():

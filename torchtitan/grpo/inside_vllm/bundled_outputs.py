@@ -308,8 +308,8 @@ def install(engine: Any) -> None:
 
     @functools.wraps(call_workers)
     def send_before_new_weights(method: Any, *args: Any, **kwargs: Any) -> Any:
-        # The server is paused. Later tokens are sampled by the new weights.
-        if method == "finish_weight_update":
+        # The server is paused. Later tokens are sampled by the new weights. The API server reads while weights come.
+        if method in ("update_weights", "finish_weight_update"):
             send_all()
         return call_workers(method, *args, **kwargs)
 

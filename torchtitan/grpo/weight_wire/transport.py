@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 _POLL_S = 0.0002
 _POLL_MAX_S = 0.05
+_POLL_GROWTH = 1.1
+"""A work's end is seen after a tenth more than it took, at most: the server stands still meanwhile."""
 _LOOK_S = 0.25
 _ANSWER_S = 2.0
 PREFIX = "torchtitan_grpo"
@@ -342,7 +344,7 @@ def wait(
         if check is not None:
             check()
         rest(pause_s)
-        pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+        pause_s = min(pause_s * _POLL_GROWTH, _POLL_MAX_S)
     try:
         work.wait()
     except RuntimeError as error:
