@@ -10,8 +10,9 @@ from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.endpoint.chat import Chat
 from torchtitan.grpo.endpoint.server import Endpoint
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.rollouts.collector import Collector

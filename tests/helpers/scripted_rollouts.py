@@ -14,7 +14,7 @@ from typing import Any
 from tests.helpers import Unspeakable
 from tests.helpers.forked_rollouts import fork
 from torchtitan.grpo.config.job_config import Reward, Rollout
-from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, Refused
 from torchtitan.grpo.errors import PlainError, UserError, UserErrorOfAllRanks
 from torchtitan.grpo.process.stopping import StopRequested

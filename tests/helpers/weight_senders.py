@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.lora import add_adapters, init_adapters, is_adapter
 from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter

@@ -33,8 +33,10 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model

@@ -37,9 +37,10 @@ from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen2, save_tiny_qwen3,
 from tests.helpers.trainer_runs import embedded_server, train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
 from torchtitan.grpo.data.tokenizer import load_tokenizer
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
 from torchtitan.grpo.rollouts.teachers.connect import check_tokenizer, served_by, vocabulary_probes

@@ -16,7 +16,8 @@ from tests.helpers.servers import save_tiny_qwen3
 from tests.helpers.trainer_runs import embedded_server
 from tests.helpers.weight_senders import weights_of
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.fleet import Fleet, FleetError
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server

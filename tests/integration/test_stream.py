@@ -21,8 +21,10 @@ from torchtitan.grpo.data.group_arrays import from_bytes
 from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.data.tokenizer import load_tokenizer
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError

@@ -17,8 +17,9 @@ from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.weight_senders import CPU, SYNC, weights_of
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.registry import make_server
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.weight_sync import worker

@@ -44,7 +44,7 @@ from tests.helpers.servers import (
     serve_vllm,
 )
 from tests.helpers.weight_senders import CPU, SYNC, AdapterTrainer, changed, fleet_of, trainer_of, weights_of
-from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient

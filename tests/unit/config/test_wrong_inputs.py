@@ -33,7 +33,7 @@ from tests.helpers.ranks import begin_imports, free_port
 from tests.helpers.weight_senders import changed
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.marker import Marker
-from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.process import folder_lock
 from torchtitan.grpo.run import rollout_process, run, running, script

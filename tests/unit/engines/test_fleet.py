@@ -10,7 +10,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from torchtitan.grpo.config.urls import read_urls, url_problem
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet_view import FleetError
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import http_url

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from torchtitan.grpo.engines import fleet as fleet_module
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.fleet_mirror import _TOLD, FleetMirror, FleetTeller
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import Completion, EngineError, Refused, SamplingParams
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.router import Router

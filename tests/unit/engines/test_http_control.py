@@ -15,9 +15,10 @@ import urllib3
 
 from tests.helpers.files import no_files_left
 from torchtitan.grpo.engines import http_control
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.http_control import HttpControl, NoReply, ServerError
 from torchtitan.grpo.engines.protocol import LocalError, SamplingParams
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl

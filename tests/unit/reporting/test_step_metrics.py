@@ -7,8 +7,9 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.tables import validation_metric_names
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.push_report import SyncReport
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.reporting.step_metrics import (
     answer_metrics,
     described,

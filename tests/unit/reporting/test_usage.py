@@ -7,8 +7,9 @@ import torch
 
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack

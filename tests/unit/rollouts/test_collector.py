@@ -24,9 +24,11 @@ from tests.helpers.files import no_files_left
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.tokenizer import load_tokenizer
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, LocalError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.environments.load import load_environment

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.rollouts.group_call import GroupCall, Ticket
 from torchtitan.grpo.rollouts.request_failures import Failures
 from torchtitan.grpo.rollouts.router import HOLD_S, Router

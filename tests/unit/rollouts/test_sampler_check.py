@@ -8,7 +8,8 @@ import torch
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.sums import by_server, surprise_values

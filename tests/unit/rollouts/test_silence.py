@@ -4,8 +4,9 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
-from torchtitan.grpo.engines.fleet import FleetView, Server
+from torchtitan.grpo.engines.fleet_view import FleetView
 from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.rollouts import silence
 from torchtitan.grpo.rollouts.silence import SilenceWatch
 

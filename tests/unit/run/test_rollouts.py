@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.values import from_values
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.run.rollouts import Rollouts
 
 

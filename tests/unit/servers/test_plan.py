@@ -14,9 +14,10 @@ from tests.helpers import TINY_QWEN3
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine, shares_gpu
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import (
     ALL_LINEAR,

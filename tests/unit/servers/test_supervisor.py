@@ -17,8 +17,10 @@ import pytest
 from process_group import group_members
 
 from tests.helpers.servers import processes_of, server_pids
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers import kept_server, restarts
 from torchtitan.grpo.servers.kept_server import Launch, with_temporary_folder

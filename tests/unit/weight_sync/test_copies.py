@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.grpo.config.job_config import WeightSync
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.push_report import SyncReport
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.weight_sync import worker as worker_module
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.copies import VersionCopy

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, primary_holdings
 from torchtitan.grpo.weight_sync.sync import WeightSync
 

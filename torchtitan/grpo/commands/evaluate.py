@@ -16,7 +16,8 @@ from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.load import load_held_out
 from torchtitan.grpo.data.tokenizer import end_token_ids, load_tokenizer
 from torchtitan.grpo.endpoint.server import serve
-from torchtitan.grpo.engines.fleet import Fleet, FleetError
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments

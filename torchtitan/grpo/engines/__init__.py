@@ -1,7 +1,9 @@
 """The trainer's side of inference servers: vLLM, SGLang and the embedded one.
 
     registry.py        one row per engine (engine.py): control, client, weight-sync links; the place to add another
-    fleet.py           the servers of a run: which may get requests, and which version each has
+    server.py          one server, as the trainer knows it
+    fleet_view.py      the servers of a run, as those who send requests see them
+    fleet.py           the same, as weight sync changes them, and their list, which may change
     fleet_mirror.py    the same servers as another process sees them, and who tells it
     push_report.py     what a push of weights was like, for the metrics
     protocol.py        what every client offers: token ids in, tokens and log-probabilities out

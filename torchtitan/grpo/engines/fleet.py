@@ -4,177 +4,22 @@ The router asks here where a request may go. Weight sync's workers report here w
 servers may change during a run (`[rollout] urls_file`).
 """
 
-import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.grpo.config.urls import read_urls
-from torchtitan.grpo.engines.engine import Engine
-from torchtitan.grpo.engines.http_control import HttpControl
-from torchtitan.grpo.engines.protocol import EngineClient, EngineError
-from torchtitan.grpo.errors import PlainError, UserError
+from torchtitan.grpo.engines.fleet_view import FleetError, FleetView
+from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.server import Server, one_line
+from torchtitan.grpo.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 BACKOFF_S, BACKOFF_MAX_S = 1.0, 8.0
 """How long a healthy server that fails its second request in a row stays out of traffic; twice as long each time."""
-
-_serials = itertools.count()
-
-
-class FleetError(PlainError, RuntimeError):
-    """Fewer servers are left than `[rollout] min_servers`. The message names each lost server and the reason."""
-
-
-@dataclass(eq=False)
-class Server:
-    """One server as the trainer knows it. Its `Fleet` changes it; others only read.
-
-    Attributes:
-        url: Base address, without a trailing slash.
-        control: Its control routes, for weight sync.
-        client: Its generation route, for the collector, which closes it.
-        engine: Its row of the registry. Weight sync needs it.
-        check: Checks that the server is set up as the trainer needs it. Raises UserError if not.
-        version: The newest weight version that it has acknowledged, -1 for none.
-        in_traffic: Requests may go there.
-        lost: It failed. It counts against `[rollout] min_servers` until it is admitted again.
-        losses: How often it was lost.
-        lost_at: When it was, on `time.monotonic`'s clock.
-        held: It gets no new requests until it is admitted again. It finishes the running ones.
-        suspected: A request failed there. Weight sync's worker finds the cause, then admits or withdraws it.
-        suspicions: How often that happened since it last answered a request or was lost.
-        back_at: `admit` leaves it suspected until then, on `time.monotonic`'s clock.
-        distrusted: Its answers are not the policy's. It is not admitted before it was connected and fed again.
-        distrusts: How often that has happened.
-        silent: It owes answers and did not reply in time, see `fall_silent`.
-        updating: Weights are being loaded there. Only weight sync's worker writes it.
-        at_rest: Weight sync leaves it alone until `Fleet.rise`. Only its worker writes it.
-        starts: How often its keeper found it healthy after a start.
-        reason: Why it is out of traffic, "" while it is in traffic.
-        in_flight: Our running requests there. Only the collector's event loop writes it.
-        serial: Tells it from an earlier server at its address, also in other processes.
-    """
-
-    url: str
-    control: HttpControl
-    client: EngineClient | None = None
-    engine: Engine | None = None
-    check: Callable[[], None] = lambda: None
-    version: int = -1
-    in_traffic: bool = False
-    lost: bool = False
-    losses: int = 0
-    lost_at: float = 0.0
-    held: bool = False
-    suspected: bool = False
-    suspicions: int = 0
-    back_at: float = 0.0
-    distrusted: bool = False
-    distrusts: int = 0
-    silent: bool = False
-    updating: bool = False
-    at_rest: bool = False
-    starts: int = 0
-    reason: str = "has not been given any weights yet"
-    in_flight: int = 0
-    serial: int = field(default_factory=_serials.__next__)
-
-    def serves(self, min_version: int) -> bool:
-        """Whether a request that needs weights of this version or newer may go there."""
-        return self.in_traffic and not self.held and self.version >= min_version
-
-    def versions_in_use(self) -> set[int]:
-        """Versions that requests there name, or may name from now on."""
-        named = {self.version} if self.in_traffic else set()  # first: a request that begins now names this or a newer
-        return named | (self.client.running_versions() if self.client is not None else set())
-
-    def describe(self) -> str:
-        state = "in traffic" if self.in_traffic else "lost" if self.lost else "out of traffic"
-        return f"{self.url}: {state}, version {self.version}" + (f", {self.reason}" if self.reason else "")
-
-
-class Keeper:
-    """Who starts lost servers again. This one does not; see `servers.supervisor.Supervisor`."""
-
-    restarts = 0
-
-    def may_return(self, url: str, lost_at: float) -> bool:
-        """Whether a server that was lost then counts as left, because it is being started again. Must not wait."""
-        return False
-
-    def why_down(self, url: str) -> str:
-        """Why it is not started again, "" if nothing is to be said."""
-        return ""
-
-
-class FleetView:
-    """The servers of a run, in the order of their list, as those who send requests see them. No method waits.
-
-    Attributes:
-        keeper: Who starts the servers again, if somebody does.
-    """
-
-    def __init__(self) -> None:
-        self.keeper = Keeper()
-        self._lock = threading.Lock()
-        self._servers: list[Server] = []
-        self._listeners: list[Callable[[], None]] = []
-
-    @property
-    def servers(self) -> list[Server]:
-        """The servers that are listed now; a copy."""
-        with self._lock:
-            return list(self._servers)
-
-    def eligible(self, min_version: int) -> list[Server]:
-        """The servers in traffic that have acknowledged `min_version` or newer."""
-        with self._lock:
-            return [server for server in self._servers if server.serves(min_version)]
-
-    def describe(self) -> str:
-        """All servers with their states, in one line."""
-        with self._lock:
-            return "; ".join(server.describe() for server in self._servers)
-
-    def add_listener(self, call: Callable[[], None]) -> None:
-        """Have `call` called after every change, on the thread that made it. It must neither block nor raise."""
-        with self._lock:
-            self._listeners.append(call)
-
-    def check(self) -> None:
-        """Raises FleetError if too few servers are left, or the error that keeps them from newer weights."""
-        raise NotImplementedError
-
-    def suspect(self, server: Server, error: Exception, what: str = "a request failed") -> None:
-        """Take it out of traffic until weight sync knows why a request failed there with `error`.
-
-        For a server that is out of traffic already this has no effect.
-        """
-        raise NotImplementedError
-
-    def fall_silent(self, server: Server, why: str) -> None:
-        """It owes answers and did not reply in time."""
-        raise NotImplementedError
-
-    def heard(self, server: Server) -> None:
-        """It has replied."""
-        raise NotImplementedError
-
-    def answered(self, server: Server) -> None:
-        """It has answered a request."""
-        raise NotImplementedError
-
-    def _notify(self) -> None:
-        with self._lock:
-            listeners = list(self._listeners)
-        for call in listeners:
-            call()
 
 
 class Fleet(FleetView):
@@ -434,8 +279,3 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def one_line(text: str) -> str:
-    """A server's words in one line, without what UTF-8 cannot carry to another process."""
-    return " ".join(text.split()).encode(errors="replace").decode()

@@ -26,8 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, FleetView, Server, one_line
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet_view import FleetError, FleetView
 from torchtitan.grpo.engines.protocol import EngineError, LocalError, Refused
+from torchtitan.grpo.engines.server import Server, one_line
 from torchtitan.grpo.errors import PlainError, UserError, UserErrorOfAllRanks, in_words
 
 _TOLD = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.grpo.data.samples import ANY_VOCAB
 from torchtitan.grpo.engines.engine import Engine
-from torchtitan.grpo.engines.fleet import Server
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.sglang_adapters import SglangAdapterClient, SglangAdapterControl
 from torchtitan.grpo.engines.sglang_control import SglangControl

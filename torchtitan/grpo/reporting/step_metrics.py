@@ -12,7 +12,7 @@ from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.group_arrays import as_array
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.data.samples import TEACHER, Group, Sample
-from torchtitan.grpo.engines.fleet import FleetView
+from torchtitan.grpo.engines.fleet_view import FleetView
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.policy.advantages import zero_variance
 from torchtitan.grpo.policy.distillation import reverse_kl_sum

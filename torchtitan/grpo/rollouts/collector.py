@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from torchtitan.grpo.config.batch import requests_at_once
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.data.samples import Group, Prompt
-from torchtitan.grpo.engines.fleet import FleetView
+from torchtitan.grpo.engines.fleet_view import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.event_loop import LoopThread, all_of, cancel_others

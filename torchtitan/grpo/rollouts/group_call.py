@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torchtitan.grpo.engines.fleet import Server
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.rollouts.request_failures import Failures
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
-from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
 from torchtitan.grpo.errors import UserError, renamed, said
 from torchtitan.grpo.process.event_loop import all_of, left_if_cancelled

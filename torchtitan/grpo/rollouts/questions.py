@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.samples import Group
-from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.teachers.scorers import Scorer
 

@@ -1,8 +1,8 @@
 """Where one request has failed, and whether it is worth another try."""
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import EngineError, Refused
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 
 ATTEMPTS = 3

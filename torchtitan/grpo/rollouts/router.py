@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.engines.fleet import FleetView, Server
+from torchtitan.grpo.engines.fleet_view import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, LocalError, SamplingParams
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.group_call import GroupCall, Lane, Ticket
 from torchtitan.grpo.rollouts.request_failures import Failures

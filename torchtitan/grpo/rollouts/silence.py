@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from torchtitan.grpo.engines.fleet import FleetView, Server
+from torchtitan.grpo.engines.fleet_view import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, LocalError
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ import torch
 
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.engines.engine import Engine
-from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.model.lora import without_adapters
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.rows import PackedSample

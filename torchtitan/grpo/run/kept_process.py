@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.fleet_mirror import FleetTeller
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import PlainError
 from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.stopping import StopRequested

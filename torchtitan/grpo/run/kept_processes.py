@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.fleet_mirror import FleetTeller
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.run.kept_process import KeptProcess
 from torchtitan.grpo.run.rollout_process import Reply
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import PlainError, UserError, in_words
 from torchtitan.grpo.process.channel import Buffer, Channel, ChannelClosed

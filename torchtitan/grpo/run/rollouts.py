@@ -21,9 +21,10 @@ from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.share import Share, of_each, rollout_processes
 from torchtitan.grpo.config.tables import check_lengths, longest_tokens
 from torchtitan.grpo.config.values import to_values
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.engines.registry import server_maker
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import ModelSource, write_hf_config
 from torchtitan.grpo.policy.packing import Layout, packing_fractions

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtitan.grpo.engines.fleet import Keeper
+from torchtitan.grpo.engines.fleet_view import Keeper
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.kept_server import RETURN_S
 from torchtitan.grpo.servers.plan import URLS_FILE

@@ -12,8 +12,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.config.target import trainer_bytes
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.servers.launched import TOKEN, LaunchedServers
 from torchtitan.grpo.servers.plan import LOG_FOLDER, MODEL_FOLDER, URLS_FILE, reads_files, run_launches

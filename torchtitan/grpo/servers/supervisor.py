@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.grpo.engines.fleet import Keeper
+from torchtitan.grpo.engines.fleet_view import Keeper
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.kept_server import GRACE_S, KeptServer, Launch
 from torchtitan.grpo.servers.state import ServerState, write_whole

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan.grpo.engines.fleet import Server
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.weight_sync.push import Dropped, Feed
 
 if TYPE_CHECKING:  # the board has the copy

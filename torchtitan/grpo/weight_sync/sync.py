@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.push_report import SyncReport
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.board import Board, Mode
 from torchtitan.grpo.weight_sync.copies import MemoryCopy, VersionCopy

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.push_report import SyncReport
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.weight_sync.board import Board, Closing
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.push import Push

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError, LocalError
 from torchtitan.grpo.engines.push_report import SyncReport, stop_until_now
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.copies import CopyReader, VersionCopy
