@@ -400,3 +400,24 @@ def test_a_server_that_is_listed_again_is_left_alone_until_its_last_update_has_e
     finish.set()
     until(lambda: new.link.connected)
     assert not old.is_leaving()
+
+
+def test_an_event_of_one_server_costs_the_other_workers_nothing(monkeypatch):
+    """At each version there are as many events as servers, so one that asks every worker is quadratic."""
+    servers = Servers(monkeypatch, [Link(0.0) for _ in range(3)])
+    first = servers.workers[0]
+    asked: list[ServerWorker] = []
+
+    def asks(worker: ServerWorker, name: str) -> object:
+        asked.append(worker)
+        return object.__getattribute__(worker, name)
+
+    monkeypatch.setattr(ServerWorker, "__getattribute__", asks)
+    for event in (
+        lambda: servers.fleet.admit(first.server, 1),
+        lambda: servers.fleet.suspect(first.server, EngineError("it was reset")),
+        lambda: servers.fleet.started(first.url),
+        lambda: servers.fleet.withdraw(first.server, "it is gone"),
+    ):
+        event()
+        assert set(asked) <= {first}

@@ -132,7 +132,7 @@ class Fleet(FleetView):
                 server.back_at = time.monotonic() + min(BACKOFF_S * 2 ** (server.suspicions - 2), BACKOFF_MAX_S)
             server.reason = one_line(f"{what}: {error}")
         logger.warning("%s is out of traffic: %s", server.url, server.reason)
-        self._notify()
+        self._call(server)
 
     def fall_silent(self, server: Server, why: str) -> None:
         """It owes answers and did not reply in time: it leaves traffic and pushes until it is `heard`.
@@ -151,12 +151,12 @@ class Fleet(FleetView):
     def rest(self) -> None:
         """The servers are to sleep. Weight sync ends what it does with each, which is `at_rest` then."""
         self.resting = True
-        self._notify()
+        self._call(*self.servers)
 
     def rise(self) -> None:
         """They may wake up: weight sync connects and feeds them again."""
         self.resting = False
-        self._notify()
+        self._call(*self.servers)
 
     def heard(self, server: Server) -> None:
         """It has replied."""
@@ -167,9 +167,10 @@ class Fleet(FleetView):
     def started(self, url: str) -> None:
         """Its keeper has started the server at this address again and found it healthy. Weight sync need not look."""
         with self._lock:
-            for server in self._servers:
-                server.starts += server.url == url
-        self._notify()
+            started = [server for server in self._servers if server.url == url]
+            for server in started:
+                server.starts += 1
+        self._call(*started)
 
     def distrust(self, server: Server, reason: str) -> None:
         """It is lost, whatever its health, until weight sync has connected it again and fed it.
@@ -184,7 +185,7 @@ class Fleet(FleetView):
             server.losses, server.lost_at, server.suspicions = server.losses + 1, time.monotonic(), 0
             server.reason = one_line(reason)
         logger.warning("%s is lost: %s", server.url, server.reason)
-        self._notify()
+        self._call(server)
 
     def answered(self, server: Server) -> None:
         """It has answered a request."""
@@ -266,6 +267,11 @@ class Fleet(FleetView):
         if changed:
             self._notify()
         return added, removed
+
+    def _call(self, *servers: Server) -> None:
+        for server in servers:
+            server.call()
+        self._notify()
 
     @property
     def _list_key(self) -> str:

@@ -35,6 +35,7 @@ class Server:
         silent: It owes answers and did not reply in time, see `fall_silent`.
         updating: Weights are being loaded there. Only weight sync's worker writes it.
         at_rest: Weight sync leaves it alone until `Fleet.rise`. Only its worker writes it.
+        call: Has its worker look at it before the time comes. It must not block.
         starts: How often its keeper found it healthy after a start.
         reason: Why it is out of traffic, "" while it is in traffic.
         in_flight: Our running requests there. Only the collector's event loop writes it.
@@ -60,6 +61,7 @@ class Server:
     silent: bool = False
     updating: bool = False
     at_rest: bool = False
+    call: Callable[[], None] = lambda: None
     starts: int = 0
     reason: str = "has not been given any weights yet"
     in_flight: int = 0

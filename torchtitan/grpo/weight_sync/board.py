@@ -79,7 +79,7 @@ class Board:
         self.push_wanted = False
         self.copy_wanted = False
         self._reports: list[SyncReport] = []
-        self.fleet.add_listener(self._on_fleet_change)
+        self.fleet.add_listener(self.notify)
 
     def notify(self) -> None:
         with self.changed:
@@ -213,10 +213,3 @@ class Board:
     def in_common(self) -> list["ServerWorker"]:
         """The workers that take part in common pushes."""
         return [worker for worker in self.workers if worker.takes_part()]
-
-    def _on_fleet_change(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-            for worker in self.workers:
-                if worker.is_called():
-                    worker.wake.notify_all()

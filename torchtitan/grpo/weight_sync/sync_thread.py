@@ -177,7 +177,7 @@ class Leader(SyncThread):
         while time.monotonic() < deadline and not self.closing:
             newest = -1 if board.fleet.resting else self._packer.snapshots.newest
             due = newest not in (-1, board.sent)
-            if newest >= 0 and board.in_common() and (board.push_wanted or due):
+            if newest >= 0 and (board.push_wanted or due) and board.in_common():
                 return self._push_in_common
             wanted = board.copy_wanted or (board.copies_only and due)
             waited = wanted or (board.copies_only and newest == self.waited_for and not self.settled(newest))

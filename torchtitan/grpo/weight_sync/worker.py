@@ -45,6 +45,11 @@ first time it is fed at once."""
 _DISTRUST_MAX_S = 3600.0
 
 
+def _notify(wake: threading.Condition) -> None:
+    with wake:
+        wake.notify_all()
+
+
 class ServerWorker(threading.Thread):
     """Keeps one server at the newest version: in common pushes, alone, or by connecting again (I4).
 
@@ -63,7 +68,8 @@ class ServerWorker(threading.Thread):
         self.mode = Mode.LOST
         self.dropped = ""
         self.reader = CopyReader(server, board)
-        self.wake = threading.Condition(board.lock)
+        self.wake = wake = threading.Condition(board.lock)
+        server.call = lambda: _notify(wake)  # a worker that has ended is not kept by its server
         self._push: Push | None = None
         self._board = board
         self._given = -1  # on this connection
@@ -132,11 +138,6 @@ class ServerWorker(threading.Thread):
     def takes_part(self) -> bool:
         """Whether it is invited to common pushes. A silent server would only delay them."""
         return self.mode is Mode.COMMON and not self.dropped and not self.server.silent
-
-    def is_called(self) -> bool:
-        """Whether there is a reason to look at the server before the time comes."""
-        calls = self.server.suspected or self.server.starts != self._starts
-        return calls or self.server.at_rest != self._board.fleet.resting
 
     def run(self) -> None:
         board = self._board
