@@ -68,6 +68,10 @@ CASES = [(VllmControl, call, said) for call in CALLS for said in REPLIES]
 # Where SGLang's names are missing it is an old one.
 CASES += [(SglangControl, call, said) for call in CALLS for said in (REPLIES if call == "sampling" else REPLIES[:2])]
 CASES += [(VllmControl, "world size", b'{"world_size": 1e400}')]
+CASES += [
+    (VllmControl, "check", b'{"world_size": 1, "data": [{"id": "m", "max_model_len": "4096"}]}'),
+    (SglangControl, "check", b'{"version": "0.5.23", "dp_size": "2"}'),
+]
 
 
 @pytest.mark.parametrize(("kind", "call", "said"), CASES)

@@ -4,7 +4,8 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlencode, urlsplit
 
@@ -162,23 +163,24 @@ class HttpControl:
             UserError: Its routes, its model, its maximum length, its log-probabilities or what it tells of experts or
                 kept tokens do not fit. The message says what to change.
         """
-        self._check_setup(recomputes)
-        self.world_size()
-        if trained is not None:
-            self._check_model(self._identity(), trained)
-        served = self._longest_tokens()
-        if served is not None and served < longest_tokens:
-            raise UserError(
-                f"{self.url}: serves at most {served} tokens ({self.length_flag}), the trainer asks for up to "
-                f"{longest_tokens} ([training] seq_len, or what a held-out set needs)"
-            )
-        if self._answers():
-            if top_k:
-                self._check_kept(prompt_id, top_k, min_p)
-            # One token alone ends vLLM 0.32 on a CPU with a Qwen3.5.
-            self.check_sampling([prompt_id] * 2, top_tokens, top_k)
-            if routes:
-                self._check_routes(prompt_id, top_k)
+        with self._reading("phase check: a route"):
+            self._check_setup(recomputes)
+            self.world_size()
+            if trained is not None:
+                self._check_model(self._identity(), trained)
+            served = self._longest_tokens()
+            if served is not None and served < longest_tokens:
+                raise UserError(
+                    f"{self.url}: serves at most {served} tokens ({self.length_flag}), the trainer asks for up to "
+                    f"{longest_tokens} ([training] seq_len, or what a held-out set needs)"
+                )
+            if self._answers():
+                if top_k:
+                    self._check_kept(prompt_id, top_k, min_p)
+                # One token alone ends vLLM 0.32 on a CPU with a Qwen3.5.
+                self.check_sampling([prompt_id] * 2, top_tokens, top_k)
+                if routes:
+                    self._check_routes(prompt_id, top_k)
 
     def _check_setup(self, recomputes: bool) -> None:
         """Refuse versions and flags that `check` finds nothing of."""
@@ -293,8 +295,16 @@ class HttpControl:
         return self._read(self._call(method, path, phase, **kwargs), path, phase, read)
 
     def _read(self, reply: urllib3.BaseHTTPResponse, path: str, phase: str, read: Callable[[Any], T]) -> T:
-        try:
+        with self._reading(f"phase {phase}: {path}"):
             return read(reply.json())
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Around the reading of replies: what cannot be one is the server's failure."""
+        try:
+            yield
+        except UserError:
+            raise
         except (
             ValueError,
             TypeError,
@@ -303,8 +313,8 @@ class HttpControl:
             OverflowError,
             RecursionError,
         ) as error:  # for example from a proxy in front of a lost server
-            what = f"{type(error).__name__}: {error}"
-            raise ServerError(f"{self.url}: phase {phase}: {path} answers not as expected: {what}") from error
+            cause = f"{type(error).__name__}: {error}"
+            raise ServerError(f"{self.url}: {what} answers not as expected: {cause}") from error
 
     def _call(self, method: str, path: str, phase: str, **kwargs: Any) -> urllib3.BaseHTTPResponse:
         reply = self._request(method, path, phase, **kwargs)

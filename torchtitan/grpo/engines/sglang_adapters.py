@@ -114,7 +114,9 @@ class SglangAdapterControl(SglangControl):
 
     def adapters(self) -> list[str]:
         """Names of the adapters that requests may name."""
-        return [str(model["id"]) for model in self.models() if model.get("parent")]
+        return self._json(
+            "GET", "/v1/models", "adapters", lambda said: [str(m["id"]) for m in said["data"] if m.get("parent")]
+        )
 
     def load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
         """Have the server load an adapter. Returns when all of its workers have it in memory."""
