@@ -1,8 +1,4 @@
-"""The inference servers of a run: which may get requests, and which weights each has.
-
-The router asks here where a request may go. Weight sync's workers report here what became of a server. The list of
-servers may change during a run (`[rollout] urls_file`).
-"""
+"""The servers of a run, as weight sync changes them. Their list may change during a run (`[rollout] urls_file`)."""
 
 import logging
 import os
@@ -240,11 +236,10 @@ class Fleet(FleetView):
         with self._lock:
             if stamp == self._stamp:
                 return [], []
-        urls, problem = [], None
         try:
-            urls = read_urls(self._urls_file)
+            urls, problem = read_urls(self._urls_file), None
         except UserError as error:
-            problem = error
+            urls, problem = [], error
         if _stamp(self._urls_file) != stamp:
             return [], []  # being written right now: the next call reads it
         if problem:

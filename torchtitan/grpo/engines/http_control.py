@@ -32,6 +32,7 @@ _MAY_HANG = (
 )
 _CONNECTIONS = 4
 """Kept at once: the update call lasts as long as the transfer, and other calls run meanwhile."""
+_UNEXPECTED = ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError
 _TOP_TOKENS = 5
 """How many likeliest tokens the check of a server's log-probabilities compares."""
 
@@ -305,14 +306,7 @@ class HttpControl:
             yield
         except UserError:
             raise
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:  # for example from a proxy in front of a lost server
+        except _UNEXPECTED as error:  # for example from a proxy in front of a lost server
             cause = f"{type(error).__name__}: {error}"
             raise ServerError(f"{self.url}: {what} answers not as expected: {cause}") from error
 
