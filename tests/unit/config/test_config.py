@@ -927,6 +927,11 @@ def test_api_key_variable(monkeypatch):
         load_config(flags)
     monkeypatch.setenv("TEST_CONFIG_KEY", "secret")
     assert load_config(flags).rollout.api_key_env == "TEST_CONFIG_KEY"
+    for key in ("secret\n", "schlüssel"):
+        monkeypatch.setenv("TEST_CONFIG_KEY", key)
+        with pytest.raises(UserError, match=r'api_key_env = "TEST_CONFIG_KEY".* what no HTTP header can') as refused:
+            load_config(flags)
+        assert key.strip() not in str(refused.value)
 
 
 OWN_VLLM = ["--rollout.replicas", "1", "--rollout.engine", "vllm"]

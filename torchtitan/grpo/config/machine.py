@@ -71,6 +71,11 @@ def check_machine(
             messages.append(
                 f"[{section}] {key} = {show(name)}: the variable is not set: export it, or leave the key out"
             )
+        elif name and not (os.environ[name].isascii() and os.environ[name].isprintable()):
+            messages.append(
+                f"[{section}] {key} = {show(name)}: the variable holds what no HTTP header can carry, such as a line "
+                "break at its end: export the key alone"
+            )
     return [*messages, *check_secrets(config)]
 
 
