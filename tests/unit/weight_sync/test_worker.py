@@ -17,6 +17,7 @@ from torchtitan.grpo.weight_sync.board import Board, Mode
 from torchtitan.grpo.weight_sync.copies import VersionCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Push
+from torchtitan.grpo.weight_sync.sync_thread import Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 
 LATE_S = 0.05
@@ -421,3 +422,19 @@ def test_an_event_of_one_server_costs_the_other_workers_nothing(monkeypatch):
     ):
         event()
         assert set(asked) <= {first}
+
+
+def test_a_list_that_changes_while_servers_drain_is_read_meanwhile(make, monkeypatch):
+    """That may take as long as the longest answer: a server that has left the list must get no request so long."""
+    servers = make([Link(0.0), Link(0.0)])
+    stays, leaves = servers.fleet.servers
+    servers.push(1)
+    until(lambda: len(servers.fleet.eligible(1)) == 2)
+    monkeypatch.setattr("torchtitan.grpo.engines.fleet.read_urls", lambda path: [stays.url])
+    monkeypatch.setattr(servers.fleet, "_stamp", "of an older list")
+    ranks = SimpleNamespace(command=lambda kind: kind)
+    leader = Leader(ranks, SimpleNamespace(), servers.board.config, servers.board, lambda server: None)
+    push = servers.board.begin_push(lambda urls, on_drop: Push(2, 1, 1, urls, PATIENT_S, on_drop, PATIENT_S))
+    push.wait_until_still(leader._while_servers_drain)
+    assert servers.fleet.eligible(1) == [stays] and not leaves.in_traffic
+    push.fail()

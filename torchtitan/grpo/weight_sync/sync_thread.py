@@ -214,6 +214,7 @@ class Leader(SyncThread):
     def _beat(self) -> None:
         if time.monotonic() > self._next_beat:
             self._ranks.command(_BEAT)
+            self._reread_servers()
             self._next_beat = time.monotonic() + _BEAT_S
 
     @contextmanager
