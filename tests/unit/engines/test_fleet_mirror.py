@@ -119,6 +119,17 @@ def test_the_mirror_shows_what_the_fleet_says_and_only_news_crosses() -> None:
     assert b.held and mirror.eligible(-1) == [] and [a, b] == mirror.servers
 
 
+def test_a_change_looks_only_at_servers_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each version changes all of them, one after the other: looks at all would be quadratic."""
+    world = World(A, B)
+    world.admit_all(1)
+    looked, states = [], world.fleet.states
+    monkeypatch.setattr(world.fleet, "states", lambda *asked: looked.append(list(asked[0])) or states(*asked))
+    world.fleet.admit(world.fleet.servers[1], 2)
+    world.tell()
+    assert looked == [world.fleet.servers[1:]]
+
+
 def test_only_a_change_from_after_a_suspicion_readmits() -> None:
     world = World(A, B)
     world.admit_all(1)

@@ -86,13 +86,13 @@ class Fleet(FleetView):
             weights = f"weights of version {version}" if version >= 0 else "the weights that it was started with"
             logger.info("%s is in traffic, with %s", server.url, weights)
         if comes or changed:
-            self._notify()
+            self._notify(server)
 
     def hold(self, server: Server) -> None:
         """Send it nothing new until it is admitted again, so that it can finish its answers before an update."""
         with self._lock:
             server.held = True
-        self._notify()
+        self._notify(server)
 
     def withdraw(self, server: Server, reason: str, lost: bool = True) -> None:
         """Take it out of traffic until it is admitted again.
@@ -115,7 +115,7 @@ class Fleet(FleetView):
             changed = before != (server.in_traffic, server.lost, server.suspected)
         if changed:
             logger.warning("%s is %s: %s", server.url, "lost" if server.lost else "out of traffic", server.reason)
-        self._notify()
+        self._notify(server)
 
     def suspect(self, server: Server, error: Exception, what: str = "a request failed") -> None:
         """See `FleetView.suspect`."""
@@ -142,7 +142,7 @@ class Fleet(FleetView):
                 return
             server.silent = True
         self.suspect(server, EngineError(why), "it does not reply")
-        self._notify()
+        self._notify(server)
 
     def rest(self) -> None:
         """The servers are to sleep. Weight sync ends what it does with each, which is `at_rest` then."""
@@ -158,7 +158,7 @@ class Fleet(FleetView):
         """It has replied."""
         if server.silent:
             server.silent = False
-            self._notify()
+            self._notify(server)
 
     def started(self, url: str) -> None:
         """Its keeper has started the server at this address again and found it healthy. Weight sync need not look."""
@@ -187,7 +187,7 @@ class Fleet(FleetView):
         """It has answered a request."""
         if server.suspicions:
             server.suspicions = 0
-            self._notify()
+            self._notify(server)
 
     def fail(self, error: BaseException) -> None:
         """No server will get newer weights, because of this error. `check` raises it for everyone who waits."""
@@ -266,7 +266,7 @@ class Fleet(FleetView):
     def _call(self, *servers: Server) -> None:
         for server in servers:
             server.call()
-        self._notify()
+        self._notify(*servers)
 
     @property
     def _list_key(self) -> str:

@@ -69,7 +69,8 @@ class FleetTeller:
         self._mirror = self._event = 0
         self._head: list[Any] = []
         self._states: dict[Server, list[Any]] = {}
-        fleet.add_listener(dirty)
+        self._changed: set[Server] = set()  # since they were looked at
+        fleet.add_listener(dirty, self._changed)
 
     def whole(self) -> list[Any]:
         """The first change for a new mirror. Events of the one before have no effect from now on."""
@@ -119,7 +120,8 @@ class FleetTeller:
     def _news(self) -> list[Any] | None:
         """Under the lock: no event is counted between a look at the fleet and the number."""
         listed = dict.fromkeys(self._fleet.servers)
-        servers = list(listed | self._states)  # with those that have left since
+        changed = {self._changed.pop() for _ in range(len(self._changed))} & self._states.keys()
+        servers = sorted(changed | (listed.keys() ^ self._states.keys()), key=lambda server: server.serial)
         states = self._fleet.states(servers, _TOLD)
         head = [self._event, self._failure(), self._fleet.keeper.restarts, [server.serial for server in listed]]
         told = [state for server, state in zip(servers, states, strict=True) if self._states.get(server) != state]
@@ -127,7 +129,9 @@ class FleetTeller:
             return None
         serials = None if self._head[3:] == head[3:] else head[3]
         self._head = head
-        self._states = {server: state for server, state in zip(servers, states, strict=True) if server in listed}
+        self._states |= zip(servers, states, strict=True)
+        for left in self._states.keys() - listed.keys():
+            del self._states[left]
         return [self._mirror, *head[:3], serials, told]
 
     def _failure(self) -> list[str] | None:

@@ -37,6 +37,7 @@ class FleetView:
         self._lock = threading.Lock()
         self._servers: list[Server] = []
         self._listeners: list[Callable[[], None]] = []
+        self._changed: list[set[Server]] = []
 
     @property
     def servers(self) -> list[Server]:
@@ -54,10 +55,12 @@ class FleetView:
         with self._lock:
             return "; ".join(server.describe() for server in self._servers)
 
-    def add_listener(self, call: Callable[[], None]) -> None:
-        """Have `call` called after every change, on the thread that made it. It must neither block nor raise."""
+    def add_listener(self, call: Callable[[], None], changed: set[Server] | None = None) -> None:
+        """Have `call` called after every change, on the thread that made it. It must neither block nor raise. Before
+        that, `changed` gets the servers that are others than they were."""
         with self._lock:
             self._listeners.append(call)
+            self._changed += [] if changed is None else [changed]
 
     def check(self) -> None:
         """Raises FleetError if too few servers are left, or the error that keeps them from newer weights."""
@@ -82,8 +85,10 @@ class FleetView:
         """It has answered a request."""
         raise NotImplementedError
 
-    def _notify(self) -> None:
+    def _notify(self, *servers: Server) -> None:
         with self._lock:
             listeners = list(self._listeners)
+            for changed in self._changed:
+                changed.update(servers)
         for call in listeners:
             call()
