@@ -41,6 +41,7 @@ class Proxy(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.said)
 
     do_POST = do_GET
+    send_head = http.server.BaseHTTPRequestHandler.send_header
 
     def log_message(self, *_: object) -> None:
         pass
@@ -70,7 +71,8 @@ CASES += [(SglangControl, call, said) for call in CALLS for said in (REPLIES if 
 CASES += [(VllmControl, "world size", b'{"world_size": 1e400}')]
 CASES += [
     (VllmControl, "check", b'{"world_size": 1, "data": [{"id": "m", "max_model_len": "4096"}]}'),
-    (SglangControl, "check", b'{"version": "0.5.23", "dp_size": "2"}'),
+    (SglangControl, "check", b'{"version": "0.5.23", "context_length": [4096]}'),
+    (SglangControl, "world size", b'{"dp_size": [2]}'),
 ]
 
 
@@ -79,6 +81,13 @@ def test_a_reply_that_is_not_as_expected_is_the_servers_failure(kind, call, said
     monkeypatch.setattr(Proxy, "said", said)
     with pytest.raises(ServerError, match=rf"{url}: phase .*answers not as expected"):
         CALLS[call](kind(url, timeout_s=5))
+
+
+def test_a_reply_that_no_memory_could_hold_is_the_servers_failure(url, monkeypatch):
+    for size in (10**12, 10**30):
+        monkeypatch.setattr(Proxy, "send_header", lambda self, name, _, size=size: self.send_head(name, size))
+        with pytest.raises(ServerError, match=rf"/resume: .*a reply of {size} bytes"):
+            VllmControl(url, timeout_s=5).resume()
 
 
 def test_a_route_that_a_server_lacks_is_asked_for_once_on_a_connection(url, monkeypatch):

@@ -54,14 +54,16 @@ class SglangControl(HttpControl):
             UserError: The server has data-parallel replicas. SGLang then takes no weights over a process group.
         """
         info = self.info()
-        if (info.get("dp_size") or 1) > 1:
+        with self._reading("phase world size: /server_info"):
+            replicas, tp, pp = (int(info.get(name) or 1) for name in ("dp_size", "tp_size", "pp_size"))
+        if replicas > 1:
             raise UserError(
-                f"{self.url}: --dp-size {info['dp_size']}: SGLang cannot update data-parallel replicas; start one "
+                f"{self.url}: --dp-size {replicas}: SGLang cannot update data-parallel replicas; start one "
                 "server for each, and list them all in [rollout] urls"
             )
         before, self._startup_time = self._startup_time, info.get("startup_time")
         self.started_anew = before is None or self._startup_time != before
-        self.workers = (info.get("tp_size") or 1) * (info.get("pp_size") or 1)
+        self.workers = tp * pp
         return self.workers
 
     def _check_setup(self, recomputes: bool) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
+_LARGEST = 1 << 30
+
 
 def pool_of(url: str, connections: int = 1) -> urllib3.HTTPConnectionPool:
     """Connections to a server, kept for further calls. `urllib3.Timeout(total=...)` bounds a call's reply as a whole.
@@ -45,6 +47,11 @@ class _Reply(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any):
         super().__init__(sock, *args, **kwargs)
         self.fp = io.BufferedReader(_Reads(self.fp.detach(), sock))
+
+    def begin(self) -> None:
+        super().begin()
+        if (self.length or 0) > _LARGEST:  # memory for all of it would be taken at once
+            raise http.client.HTTPException(f"a reply of {self.length} bytes")
 
 
 class _Plain(HTTPConnection):
