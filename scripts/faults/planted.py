@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+COMMANDS = "torchtitan.grpo.process.server_commands"
 NORM = "model.layers.1.post_attention_layernorm.weight"
 TOP_P = 0.7
 SCALES: dict[str, Any] = {}
@@ -28,12 +29,11 @@ def fault() -> str:
 def plug_in(engine: str, folder: Path, file: Path) -> Iterator[None]:
     """Servers that start meanwhile have what plants faults: those that `file` says, while they run."""
     from tests.helpers.servers import declare_plugin
-    from torchtitan.grpo.process import server_commands
 
     if group := {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}.get(engine):
         declare_plugin(folder, group, "planted", f"faults.planted:{engine}")
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), str(folder), os.environ.get("PYTHONPATH")]))
-    main = patch.object(server_commands, "_EMBEDDED", "from faults.planted import embedded; embedded()")
+    main = patch(f"{COMMANDS}.embedded._EMBEDDED", "from faults.planted import embedded; embedded()")
     with main, patch.dict(os.environ, {"PLANTED_FAULT": str(file), "PYTHONPATH": path}):
         yield
 

@@ -22,7 +22,7 @@ from faults.planted import plug_in
 from tests.helpers import TINY_QWEN3
 from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen3, save_tiny_qwen3_moe, supervised
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import COMMANDS
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.weight_sync.link import GroupLink, WeightSyncError
 from torchtitan.grpo.weight_sync.sglang_link import SglangLink
 

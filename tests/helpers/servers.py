@@ -17,7 +17,7 @@ from tests.helpers.forked_engines import import_uncollected
 from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.tiny_models import with_biases
 from tests.helpers.trainer_runs import command_of, environment, processes_of, wait_healthy
-from torchtitan.grpo.process.server_commands import COMMANDS
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.servers.plan import launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 

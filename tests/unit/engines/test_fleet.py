@@ -15,7 +15,7 @@ from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import http_url
+from torchtitan.grpo.process.addresses import http_url
 
 A, B, C = "http://a:8000", "http://b:8000", "https://c:8001"
 

@@ -10,7 +10,7 @@ import pytest
 from torchtitan.grpo.config.keys import keys
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.registry import ENGINES, make_server
-from torchtitan.grpo.process.server_commands import COMMANDS
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.rollouts.teachers.scorers import Scorer
 from torchtitan.grpo.weight_sync.link import ServerLink
 

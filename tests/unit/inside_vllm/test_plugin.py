@@ -47,7 +47,7 @@ def test_versions_whose_servers_ran_are_in_the_range_and_the_installers_is_one()
 def test_the_tested_range_is_the_one_that_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["vllm"] == [f"vllm{plugin.TESTED}"]
-    assert f"vllm{plugin.TESTED}" in (ROOT / "torchtitan" / "grpo" / "process" / "server_commands.py").read_text()
+    assert f"vllm{plugin.TESTED}" in (ROOT / "torchtitan/grpo/process/server_commands/vllm.py").read_text()
 
 
 def test_the_code_for_older_versions_is_still_needed() -> None:

@@ -19,13 +19,9 @@ from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import (
-    ALL_LINEAR,
-    ServerCommandError,
-    SglangCommand,
-    VllmCommand,
-    visible_devices,
-)
+from torchtitan.grpo.process.server_commands.command import ALL_LINEAR, ServerCommandError, visible_devices
+from torchtitan.grpo.process.server_commands.sglang import SglangCommand
+from torchtitan.grpo.process.server_commands.vllm import VllmCommand
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.servers.__main__ import parse_arguments, planned
 from torchtitan.grpo.servers.own import OwnServers

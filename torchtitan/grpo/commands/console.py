@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from torchtitan.grpo.commands.serve import add_arguments
 from torchtitan.grpo.errors import PlainError, did_you_mean, refuse
-from torchtitan.grpo.process.server_commands import COMMANDS as ENGINES
+from torchtitan.grpo.process.server_commands.table import COMMANDS as ENGINES
 from torchtitan.grpo.process.stopping import run_and_exit
 
 NAME = "torchtitan-grpo"

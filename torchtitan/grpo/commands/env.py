@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from torchtitan.grpo.process.server_commands import COMMANDS, ROOT, source
+from torchtitan.grpo.process.server_commands.command import ROOT, source
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 
 PACKAGES = ("torchtitan-grpo", "torch", "torchtitan", "transformers", "datasets", "numpy", "safetensors", "ray")
 LIMIT_S = 60.0

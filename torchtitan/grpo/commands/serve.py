@@ -1,6 +1,6 @@
-"""Start a vLLM or SGLang server as `process/server_commands.py` says. This process becomes the server.
+"""Start a vLLM or SGLang server as `process/server_commands` says. This process becomes the server.
 
-It may run in the engine's environment, which need not have torchtitan. So it imports only what server_commands.py does.
+It may run in the engine's environment, which need not have torchtitan. So it imports only what they do.
 """
 
 import argparse
@@ -9,14 +9,9 @@ import re
 import shlex
 import sys
 
-from torchtitan.grpo.process.server_commands import (
-    COMMANDS,
-    LOOPBACK,
-    ServerCommand,
-    ServerCommandError,
-    check_exposure,
-    is_loopback,
-)
+from torchtitan.grpo.process.addresses import LOOPBACK, is_loopback
+from torchtitan.grpo.process.server_commands.command import ServerCommand, ServerCommandError, check_exposure
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 
 ENGINES = [engine for engine, command in COMMANDS.items() if not command.bundled]
 _ELSEWHERE = re.compile(r"\w+://.+|\w[\w.-]*/[\w.-]+(:[\w.-]+)?")

@@ -10,7 +10,7 @@ from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.config.urls import teachers_by_source, url_problem
 from torchtitan.grpo.errors import did_you_mean
-from torchtitan.grpo.process.server_commands import COMMANDS
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig

@@ -22,7 +22,7 @@ from torchtitan.grpo.config.torchtitan_keys import (
     Parallelism,
     Training,
 )
-from torchtitan.grpo.process.server_commands import COMMANDS
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.sources.table import SOURCES
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 

@@ -42,7 +42,7 @@ from torchtitan.grpo.config.tables import PATH_KEYS, fill_tables, read_tables, t
 from torchtitan.grpo.config.target import NAMES, find_target
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.process.server_commands import COMMANDS
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.tools.logging import logger
 
 CONFIG_FILE = "job.config_file"

@@ -21,7 +21,8 @@ from torchtitan.grpo.config.share import rollout_processes
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
-from torchtitan.grpo.process.server_commands import COMMANDS, ServerCommandError
+from torchtitan.grpo.process.server_commands.command import ServerCommandError
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 LOOPBACK = "127.0.0.1"

@@ -14,7 +14,8 @@ from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import PORTS, is_of_another_node, url_problem
-from torchtitan.grpo.process.server_commands import COMMANDS, is_loopback
+from torchtitan.grpo.process.addresses import is_loopback
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torchtitan.grpo.endpoint.requests import Asked, BadRequest
 from torchtitan.grpo.endpoint.sessions import Answers, Session, SessionEnded
 from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import http_url
+from torchtitan.grpo.process.addresses import http_url
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineClient
-from torchtitan.grpo.process.server_commands import ServerCommand
+from torchtitan.grpo.process.server_commands.command import ServerCommand
 
 
 @dataclass(frozen=True)

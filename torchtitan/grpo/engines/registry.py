@@ -13,7 +13,9 @@ from torchtitan.grpo.engines.sglang_adapters import SglangAdapterClient, SglangA
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.process.server_commands import EmbeddedCommand, SglangCommand, VllmCommand
+from torchtitan.grpo.process.server_commands.embedded import EmbeddedCommand
+from torchtitan.grpo.process.server_commands.sglang import SglangCommand
+from torchtitan.grpo.process.server_commands.vllm import VllmCommand
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig

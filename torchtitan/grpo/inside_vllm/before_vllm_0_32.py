@@ -3,8 +3,8 @@
 **Remove when the oldest vLLM in `plugin.TESTED` is 0.32.** This module then goes, with its tests, their plug-in
 `tests/helpers/counted_versions.py` and `test_our_count_is_vllms`. With it go the few lines that stand where they act:
 
-    process/server_commands.py          the search for --enable-scale-out, which is then always a flag; `engine_folder`
-                                        need return nothing
+    process/server_commands/vllm.py     the search for --enable-scale-out, which is then always a flag; `engine_folder`
+                                        of command.py need return nothing
     engines/vllm.py, vllm_control.py    a token's version by its start; no /weight_info
     inside_vllm/transfer_engine.py      `trainer_send_weights` and `_vllm_config`
 

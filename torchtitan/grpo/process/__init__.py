@@ -12,7 +12,8 @@
     disk_full.py         a full disk in one line
     folder_lock.py       one run at a time in a folder
     import_path.py       functions that the configuration names
-    server_commands.py   each engine: the command lines of its servers, and what they can do
+    addresses.py         how a server's address is written, and who reaches it
+    server_commands/     each engine: the command lines of its servers, and what they can do
 
 This room stands on the ground: it imports errors.py alone.
 """

@@ -11,6 +11,6 @@
     guard.py           the process between a supervisor and a server, which leaves no process behind
     __main__.py        `python -m torchtitan.grpo.servers`: servers for a trainer elsewhere
 
-The flags of the engines are in process/server_commands.py. What becomes of a server that is lost and
+The flags of the engines are in process/server_commands. What becomes of a server that is lost and
 returns is engines/fleet.py's and weight_sync/'s business: it gets the newest weights first, and then requests.
 """

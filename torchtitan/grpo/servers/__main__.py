@@ -15,7 +15,8 @@ from pathlib import Path
 from torchtitan.grpo.config.hub import local_folder
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.log_lines import init_log_lines
-from torchtitan.grpo.process.server_commands import COMMANDS, ServerCommand, ServerCommandError, check_exposure
+from torchtitan.grpo.process.server_commands.command import ServerCommand, ServerCommandError, check_exposure
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.servers.plan import LOG_FOLDER, launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 

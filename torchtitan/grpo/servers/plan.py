@@ -10,7 +10,8 @@ from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import ALL_LINEAR, COMMANDS, ServerCommand, ServerCommandError
+from torchtitan.grpo.process.server_commands.command import ALL_LINEAR, ServerCommand, ServerCommandError
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.servers.kept_server import Launch
 from torchtitan.grpo.servers.ports import PORTS
 

@@ -6,7 +6,7 @@ import sys
 
 from torchtitan.grpo.config.urls import PORTS
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import http_url
+from torchtitan.grpo.process.addresses import http_url
 
 
 class ReservedPort:

@@ -16,8 +16,9 @@ from torchtitan.grpo.engines.embedded.kv_cache import cache_budget_bytes
 from torchtitan.grpo.engines.embedded.model import end_token_ids, load_decode, load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.addresses import http_url
 from torchtitan.grpo.process.log_lines import init_log_lines
-from torchtitan.grpo.process.server_commands import ServerCommandError, check_exposure, http_url
+from torchtitan.grpo.process.server_commands.command import ServerCommandError, check_exposure
 
 logger = logging.getLogger("torchtitan.grpo.engines.embedded")
 

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import LOOPBACK
+from torchtitan.grpo.process.addresses import LOOPBACK
 from torchtitan.grpo.process.stopping import AT_ONCE_S, end_within
 from torchtitan.grpo.run.ray import actors
 from torchtitan.grpo.run.ray.outcome import RanksFailed

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import LOOPBACK
+from torchtitan.grpo.process.addresses import LOOPBACK
 from torchtitan.grpo.run.ray import actors
 from torchtitan.grpo.servers.launched import TOKEN, Notices
 from torchtitan.grpo.servers.plan import LOG_FOLDER

@@ -11,7 +11,7 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.log_lines import init_log_lines
-from torchtitan.grpo.process.server_commands import ServerCommandError
+from torchtitan.grpo.process.server_commands.command import ServerCommandError
 from torchtitan.grpo.servers.plan import LOG_FOLDER, launches, planned_servers
 from torchtitan.grpo.servers.state import ServerState
 from torchtitan.grpo.servers.supervisor import Supervisor
