@@ -1,19 +1,23 @@
 """Ids of the hub in place of folders, by the real client and a hub on this machine."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
-from tests.helpers import TINY_QWEN3
+from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.hub import COMMIT, OLDER, Hub, hub_server
+from torchtitan.grpo.commands import evaluate
+from torchtitan.grpo.commands.console import all_commands
 from torchtitan.grpo.config import hub as module
 from torchtitan.grpo.config.frozen import freeze
 from torchtitan.grpo.config.hub import HubId, fetched, hub_id, local_folder, model_name, named
@@ -21,7 +25,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.servers.__main__ import parse_arguments
+from torchtitan.grpo.servers.__main__ import main as keep_servers
 from torchtitan.grpo.servers.plan import planned_servers
 
 MODEL, KEY = "acme/tiny", "[model] hf_assets_path"
@@ -250,9 +254,47 @@ def test_servers_of_a_run_get_the_folder(hub):
     assert server.model == config.model.hf_assets_path and named(server.model) == f"{MODEL}@{COMMIT}"
 
 
-def test_servers_for_a_trainer_elsewhere(hub, tmp_path, capsys):
-    words = ["--engine", "embedded", "--urls_file", str(tmp_path / "urls")]
-    assert named(parse_arguments([MODEL, *words]).model) == f"{MODEL}@{COMMIT}"
-    with pytest.raises(SystemExit):
-        parse_arguments(["acme/tinny", *words])
-    assert 'MODEL = "acme/tinny": no such folder, and 127.0.0.1 has no such model' in capsys.readouterr().err
+def test_servers_for_a_trainer_elsewhere(hub, tmp_path, capsys, monkeypatch):
+    """Its arguments are checked before it is fetched."""
+
+    def refused(model: str, *words: str) -> str:
+        try:
+            status = keep_servers([model, "--urls_file", str(tmp_path / "urls"), *words])
+        except SystemExit as end:
+            status = end.code
+        assert status == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setenv("SGLANG_PYTHON", "/no/python")
+    assert "opens the server to other machines" in refused(MODEL, "--engine", "embedded", "--host", "10.9.9.9")
+    assert "is what this command sets" in refused(MODEL, "--engine", "embedded", "--", "--port", "1")
+    assert "/no/python does not run" in refused(MODEL, "--engine", "sglang")
+    away = "--engine", "embedded", "--host", "10.9.9.9", "--expose"
+    assert "no server can listen at 10.9.9.9" in refused(MODEL, *away)
+    assert hub.asked == []
+    said = refused("acme/tinny", "--engine", "embedded")
+    assert 'MODEL = "acme/tinny": no such folder, and 127.0.0.1 has no such model' in said
+    (hub.repos[f"models/{MODEL}"] / "config.json").unlink()
+    assert f"{COMMIT} has no config.json: name a Hugging Face" in refused(MODEL, "--engine", "embedded")
+
+
+def test_an_evaluation_that_is_refused_has_fetched_no_weights(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("SGLANG_PYTHON", "/no/python")
+    quickstart = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
+    parser, _ = all_commands()
+
+    def refused(*words: str, flags: Sequence[str] = quickstart) -> str:
+        arguments = parser.parse_args(["evaluate", MODEL, "--out", str(tmp_path / "out"), *words])
+        arguments.flags = list(flags)
+        with contextlib.ExitStack() as resources, pytest.raises(UserError) as caught:
+            evaluate.evaluate(arguments, resources)
+        return str(caught.value)
+
+    assert "unknown flag --no_such" in refused(flags=["--no_such", "1"])
+    assert "'none.jsonl' is not a file" in refused("--jsonl", "none.jsonl")
+    assert "/no/python does not run" in refused("--engine", "sglang")
+    assert "config.json" in hub.downloads() and "model.safetensors" not in hub.downloads()
+    monkeypatch.setattr(evaluate, "served", Mock(side_effect=UserError("all is checked")))
+    assert refused() == "all is checked"
+    assert "model.safetensors" in hub.downloads()

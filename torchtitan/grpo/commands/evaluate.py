@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.hub import fetched, local_folder, named
+from torchtitan.grpo.config.hub import TEXTS, fetched, local_folder, named
 from torchtitan.grpo.config.machine import raise_file_limit
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.load import load_held_out
@@ -103,7 +103,7 @@ def answer(
 
 
 def evaluate(arguments: Namespace, resources: contextlib.ExitStack) -> None:
-    model = local_folder("MODEL", str(arguments.model))
+    model = local_folder("MODEL", str(arguments.model), files=TEXTS)
     folder = model_folder(Path(model))
     servers = arguments.engine, arguments.url, arguments.server_flags
     config = evaluation_config(arguments.flags, folder, *servers, arguments.jsonl)
@@ -118,6 +118,8 @@ def evaluate(arguments: Namespace, resources: contextlib.ExitStack) -> None:
     rewards = resources.enter_context(RewardRunner(config.reward, config.rollout, folder=str(out)))
     conversations = any(not environments.answering(each.name).is_single_turn for each in sets)
     rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not conversations)
+    if model != str(arguments.model) and not config.rollout.urls:
+        local_folder("MODEL", named(model))  # of the hub: its weights, once all else is checked
     began = time.time()
     try:
         urls = resources.enter_context(served(config, folder, out / LOG_FOLDER))

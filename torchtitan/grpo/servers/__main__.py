@@ -17,7 +17,9 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.process.server_commands.command import ServerCommand, ServerCommandError, check_exposure
 from torchtitan.grpo.process.server_commands.table import COMMANDS
+from torchtitan.grpo.process.stopping import run_and_exit
 from torchtitan.grpo.servers.plan import LOG_FOLDER, launches
+from torchtitan.grpo.servers.ports import ReservedPort
 from torchtitan.grpo.servers.supervisor import Supervisor
 
 
@@ -51,12 +53,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         parser.error(f"--api_key_env: the environment variable {arguments.api_key_env} is not set")
     try:
-        arguments.model = local_folder("MODEL", arguments.model)
-    except UserError as error:
-        parser.error(str(error))
-    if not os.path.isfile(os.path.join(arguments.model, "config.json")):
-        parser.error(f"{arguments.model} has no config.json: name a Hugging Face model folder")
-    try:
         check_exposure(arguments.host, arguments.expose, "Give --api_key_env")
     except ServerCommandError as error:
         parser.error(str(error))
@@ -86,9 +82,14 @@ def main(argv: list[str]) -> int:
     init_log_lines()
     arguments = parse_arguments(argv)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     try:
+        launches(planned(arguments))  # an engine, GPU or address that is missing costs no download
+        ReservedPort(arguments.host).close()
+        arguments.model = local_folder("MODEL", arguments.model)
+        if not os.path.isfile(os.path.join(arguments.model, "config.json")):
+            raise UserError(f"{arguments.model} has no config.json: name a Hugging Face model folder")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
         logs = arguments.log_folder or arguments.urls_file.parent / LOG_FOLDER
         supervisor = Supervisor(
             launches(planned(arguments)),
@@ -109,4 +110,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(lambda: main(sys.argv[1:]))
