@@ -171,6 +171,12 @@ def test_rows_that_the_run_trained_on_are_not_asked(tmp_path):
     config = config_of(*QUICKSTART, "--validation.no-enable", jsonl=[path, *named_alike])
     held_out, *others = config.validation.sets
     assert [each.name for each in others] == ["__-2", "__-3"]
+    alike = [tmp_path / name for name in ("a/x.jsonl", "b/x.jsonl", "x-1.jsonl")]
+    for file in alike:
+        file.parent.mkdir(exist_ok=True)
+        shutil.copy(path, file)
+    assert [each.name for each in config_of(*QUICKSTART, jsonl=alike[:2]).validation.sets] == ["x-1", "x-2"]
+    assert [each.name for each in config_of(*QUICKSTART, jsonl=alike).validation.sets] == ["x-1", "x-2", "x-1-3"]
     assert (held_out.name, held_out.own_rows, held_out.data.path) == ("my_set", True, str(path))
     assert held_out.samples_per_prompt == config.validation.samples_per_prompt
 

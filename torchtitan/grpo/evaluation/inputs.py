@@ -173,9 +173,11 @@ def _of_the_run(given: Mapping[str, Any], own_servers: bool) -> Iterator[str]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Of sets, by their files. Those that would have the same name get their numbers."""
+    """Of sets, by their files. Those that would have the same name get their numbers, and all do where one of those
+    names is another file's."""
     names = [re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII) for path in paths]
-    return [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
+    own = [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
+    return own if len({*own}) == len(own) else [f"{name}-{i}" for i, name in enumerate(names, start=1)]
 
 
 def check_not_trained_on(
