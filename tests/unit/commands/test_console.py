@@ -63,13 +63,30 @@ def test_a_wrong_line_ends_with_2_and_says_why(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_reader_that_has_enough_or_is_not_there_is_no_error():
+def test_a_reader_that_has_enough_or_is_not_there_is_no_error_and_a_full_disk_is_one():
     read, write = os.pipe()
     os.close(read)
-    for how in ({"stdout": write}, {"preexec_fn": lambda: os.close(1)}):
-        done = subprocess.run([*COMMAND, "recipes"], stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, **how)
-        assert (done.returncode, done.stderr) == (0, "")
+    at_once = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with open("/dev/full", "w") as full:
+        for words, how, ends in (
+            ("--version", {"stdout": write, "env": at_once}, (0, "")),
+            ("recipes", {"stdout": write}, (0, "")),
+            ("recipes", {"preexec_fn": lambda: os.close(1)}, (0, "")),
+            ("recipes", {"stdout": full}, (2, "error: No space left on device\n")),
+        ):
+            done = subprocess.run([*COMMAND, words], stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, **how)
+            assert (done.returncode, done.stderr) == ends
     os.close(write)
+
+
+@pytest.mark.parametrize("command", ["report", "plot"])
+def test_what_cannot_be_written_is_named(command, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    out = tmp_path / "out"
+    out.mkdir()
+    assert console.run([command, str(tmp_path), "--out", str(out)]) == 2
+    assert capsys.readouterr().err.endswith(f"error: {out}: Is a directory\n")
 
 
 def test_a_trainer_gets_its_words_as_they_are(monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan.grpo.commands.serve import add_arguments
-from torchtitan.grpo.errors import PlainError, did_you_mean, refuse
+from torchtitan.grpo.errors import PlainError, UserError, did_you_mean, refuse
 from torchtitan.grpo.process.server_commands.table import COMMANDS as ENGINES
 from torchtitan.grpo.process.stopping import run_and_exit
 
@@ -49,25 +49,37 @@ def run(words: list[str]) -> int:
     if name in WHOLE_LINE and not {"-h", "--help"} & set(words):
         return importlib.import_module(WHOLE_LINE[name]).main(words[1:])
     arguments, flags = parser.parse_known_args(words)
-    if arguments.version:
-        try:
-            print(f"{NAME} {version(NAME)}")
-        except PackageNotFoundError:
-            print(f"{NAME}, from a checkout that is not installed: {Path(__file__).parents[3]}")
-        return 0
-    if not arguments.command:
+    if not (arguments.command or arguments.version):
         parser.print_help(sys.stderr)
         return 2
     if "flags" in arguments:
         arguments.flags = flags
-    elif flags:
+    elif flags and arguments.command:
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(flags)}")
     try:
-        return importlib.import_module(f"torchtitan.grpo.commands.{arguments.command}").main(arguments)
+        if arguments.version:
+            print(_version())
+            status = 0
+        else:
+            status = importlib.import_module(f"torchtitan.grpo.commands.{arguments.command}").main(arguments)
+        sys.stdout.flush()  # what does not fit on a full disk shows only now
+        return status
     except PlainError as error:
         return refuse(error)
     except BrokenPipeError:  # as of `| head`, which has enough
         return 0
+    except OSError as error:
+        if "flags" in arguments:  # it runs a user's code, whose lines a traceback has
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return refuse(UserError(f"{where}{error.strerror or error}"))
+
+
+def _version() -> str:
+    try:
+        return f"{NAME} {version(NAME)}"
+    except PackageNotFoundError:
+        return f"{NAME}, from a checkout that is not installed: {Path(__file__).parents[3]}"
 
 
 def all_commands() -> tuple[ArgumentParser, _SubParsersAction]:
