@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -115,6 +116,21 @@ def test_serve_opens_no_server_by_accident(engine, flags, says, bare_python):
     assert result.returncode == (1 if "--expose" in flags else 2)
     for words in says:
         assert words.replace("_API_KEY", f"{engine}_API_KEY") in result.stderr
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_serve_refuses_an_address_that_no_server_can_have_before_an_engine_loads(engine, capsys):
+    def refused(*words: str) -> str:
+        assert command.main([engine, MODEL, *words]) == 2
+        return capsys.readouterr().err
+
+    for port in ("0", "-1", "65536"):
+        assert f"--port {port} is no port: give one from 1 to 65535" in refused("--port", port)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = f"no server can listen at http://127.0.0.1:{port} (Address already in use): give a free --port"
+        assert said in refused("--port", str(port))
+    assert "http://10.9.9.9:8000 (Cannot assign requested address)" in refused("--host", "10.9.9.9", "--expose")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 
-from torchtitan.grpo.process.addresses import LOOPBACK, is_loopback
+from torchtitan.grpo.process.addresses import LOOPBACK, http_url, is_loopback, try_to_bind
 from torchtitan.grpo.process.server_commands.command import ServerCommand, ServerCommandError, check_exposure
 from torchtitan.grpo.process.server_commands.table import COMMANDS
 
@@ -61,6 +61,7 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
     add_arguments(parser)
     given, flags = parser.parse_known_args(words)
     check_exposure(given.host, given.expose, f"Export {key}")
+    _check_port(given.host, given.port)
     if not (os.path.exists(given.model) or _ELSEWHERE.fullmatch(given.model) or _is_cached(given.model)):
         where = "" if os.path.isabs(given.model) else f" in {os.getcwd()}"
         raise ServerCommandError(
@@ -73,6 +74,21 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
         print(said, file=sys.stderr)
     gpus = () if given.cpu else given.gpu or None
     return engine(given.model, gpus, tuple(flags), host=given.host, key_env=key), given.port
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuse an address that no server can have. vLLM ends with a traceback there, and SGLang once it has the model;
+    with a port over 65535 SGLang says that it is ready."""
+    if not 0 < port < 2**16:
+        raise ServerCommandError(f"--port {port} is no port: give one from 1 to {2**16 - 1}", 2)
+    try:
+        try_to_bind(host, port)
+    except OSError as error:
+        raise ServerCommandError(
+            f"no server can listen at {http_url(host, port)} ({error.strerror}): give a free --port, and as --host an "
+            "address of this machine",
+            2,
+        ) from error
 
 
 def _is_cached(name: str) -> bool:

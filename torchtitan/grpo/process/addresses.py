@@ -1,6 +1,7 @@
-"""Addresses of servers: how one is written, and who reaches it."""
+"""Addresses of servers: how one is written, who reaches it, and whether a server can have it."""
 
 import ipaddress
+import socket
 
 LOOPBACK = "127.0.0.1"
 
@@ -16,3 +17,10 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def try_to_bind(host: str, port: int) -> None:
+    """Raises the OSError of a server that would listen there now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
+        probe.bind((host, port))

@@ -6,7 +6,7 @@ import sys
 
 from torchtitan.grpo.config.urls import PORTS
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.addresses import http_url
+from torchtitan.grpo.process.addresses import http_url, try_to_bind
 
 
 class ReservedPort:
@@ -38,12 +38,8 @@ class ReservedPort:
 
     def is_free(self) -> bool:
         """Whether a server could listen at it now."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            with socket.socket(family) as probe:
-                # Connections of an earlier server may linger.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((self._host, self.port))
+            try_to_bind(self._host, self.port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
