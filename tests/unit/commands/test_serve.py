@@ -142,6 +142,15 @@ def test_serve_refuses_what_is_neither_a_folder_nor_a_name_of_the_hub(engine, mo
     assert said.startswith(f"error: {model!r} is no folder") and "Give a folder with config.json" in said
 
 
+def test_serve_names_the_model_in_a_checkpoint(tmp_path, capsys):
+    assert command.main(["vllm", str(tmp_path)]) == 2
+    assert f"'{tmp_path}' has no config.json: give a folder with config.json and a tok" in capsys.readouterr().err
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").touch()
+    assert command.main(["sglang", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: '{tmp_path}' has no config.json: give {tmp_path}/hf\n"
+
+
 def test_serve_leaves_it_to_the_engine_what_it_can_fetch(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     model = tmp_path / "models--gpt2"

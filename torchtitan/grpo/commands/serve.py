@@ -69,11 +69,20 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
             "hub with its owner, as in Qwen/Qwen3-0.6B",
             2,
         )
+    if os.path.isdir(given.model) and not _has_config(given.model):
+        exported = os.path.join(given.model, "hf")  # of a checkpoint
+        instead = exported if _has_config(exported) else "a folder with config.json and a tokenizer"
+        raise ServerCommandError(f"{given.model!r} has no config.json: give {instead}", 2)
     if given.expose and not is_loopback(given.host) and not os.environ.get(key):
         said = f"warning: --expose without {key}: whoever reaches port {given.port} can replace the weights"
         print(said, file=sys.stderr)
     gpus = () if given.cpu else given.gpu or None
     return engine(given.model, gpus, tuple(flags), host=given.host, key_env=key), given.port
+
+
+def _has_config(folder: str) -> bool:
+    """Whether it has what an engine reads first; params.json is Mistral's."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", "params.json"))
 
 
 def _check_port(host: str, port: int) -> None:
