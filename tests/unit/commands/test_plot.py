@@ -33,6 +33,9 @@ def test_plot_metrics(tmp_path, capsys):
     assert console.run([*command, "reward/mean", "--smooth", "0"]) == 2
     assert console.run(["plot", "label=outputs/lr=none"]) == 2
     assert capsys.readouterr().err.splitlines()[1] == "error: no metrics.jsonl under none"
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n')
+    assert console.run(["plot", str(tmp_path / "rows.jsonl")]) == 2
+    assert "rows.jsonl holds no metrics of a run: name its folder" in capsys.readouterr().err
 
 
 def test_plot_takes_mean_and_range_over_seeds_at_each_step():

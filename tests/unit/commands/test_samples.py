@@ -69,6 +69,9 @@ def test_what_is_missing_is_named(samples, tmp_path, capsys):
     (tmp_path / "answers.jsonl").write_text('{"set": "", "answer": "2", "reward": 1.0}\n')
     assert console.run(["samples", str(tmp_path / "answers.jsonl")]) == 2
     assert "answers.jsonl holds no samples of a run" in capsys.readouterr().err
+    (samples / "samples.jsonl").write_text("")
+    assert console.run(["samples", str(samples)]) == 2
+    assert "samples.jsonl holds no samples of a run, or none yet" in capsys.readouterr().err
 
 
 def test_samples_of_a_validation(samples, capsys):

@@ -43,7 +43,9 @@ def read_curves(file: Path) -> dict[str, Curve]:
     """Every metric of one run by its own steps."""
     curves: dict[str, Curve] = {}
     for record in read_lines(file):
-        step = record["step" if "step" in record else WARM_START]
+        step = record.get("step", record.get(WARM_START))
+        if step is None:
+            raise UserError(f"{file} holds no metrics of a run: name its folder, or a metrics.jsonl in it")
         for name, value in record.items():
             curves.setdefault(name, {})[step] = value
     return curves

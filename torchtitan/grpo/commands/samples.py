@@ -21,8 +21,8 @@ def read_samples(path: Path, validation: bool) -> list[dict[str, Any]]:
         key = "[validation] enable is on" if validation else "[metrics] samples_per_step is over 0"
         raise UserError(f"{path} does not exist; a run writes it if {key}")
     samples = read_lines(path)
-    if not all({"step", "prompt_index", "reward", "answer"} <= sample.keys() for sample in samples):
-        raise UserError(f"{path} holds no samples of a run: name its folder, or a samples.jsonl in it")
+    if not samples or not all({"step", "prompt_index", "reward", "answer"} <= sample.keys() for sample in samples):
+        raise UserError(f"{path} holds no samples of a run, or none yet: name its folder, or a samples.jsonl in it")
     return samples
 
 
