@@ -11,7 +11,7 @@ from torchtitan.grpo.commands.replay import ReplayTrainer
 from torchtitan.grpo.config.torchtitan_keys import Checkpoint
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.folder_lock import only_run_in
-from torchtitan.grpo.run.run_folder import check_folder, own_folder
+from torchtitan.grpo.run.run_folder import check_folder, has_steps, own_folder
 
 STEP = '{"step": 1, "reward/mean": 0.5}\n'
 
@@ -122,6 +122,7 @@ def test_a_replay_keeps_the_records_of_another_run(tmp_path):
     with pytest.raises(UserError, match=f"--out {tmp_path} already holds a run"):
         ReplayTrainer(tmp_path, tmp_path, 1, JobConfig())
     assert (tmp_path / "metrics.jsonl").read_text()
+    assert not has_steps(tmp_path / "metrics.jsonl"), "no folder: refused as one that cannot be written"
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -90,7 +90,7 @@ def _has_steps(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return any(json.loads(line).get("step", 0) > 0 for line in lines if line.endswith("\n"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # which is refused elsewhere
         return False
     except (ValueError, AttributeError, TypeError):  # not this program's: not to be overwritten either
         return True
