@@ -300,6 +300,7 @@ def test_a_python_without_the_engine_is_refused(tmp_path: Path, monkeypatch: pyt
         (["--host", "0.0.0.0", "--expose"], "no address that a trainer can use"),
         (["--api_key_env", "NOT_SET"], "NOT_SET is not set"),
         (["--replicas", "0"], "at least 1"),
+        (["--urls_file", ""], "--urls_file . is a folder: name the file to write"),
         (["--start_timeout_seconds", "nan"], "--start_timeout_seconds must be over 0"),
         (["--engine", "embedded", "--gpus_per_server", "2"], "--gpus_per_server 2: embedded runs on one device"),
         (["--", "--host=0.0.0.0"], "--host after -- is what this command sets"),

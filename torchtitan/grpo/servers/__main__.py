@@ -50,6 +50,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--gpus_per_server {arguments.gpus_per_server}: {arguments.engine} runs on one device")
     if arguments.host in ("", "0.0.0.0", "::"):
         parser.error(f"--host {arguments.host!r} is no address that a trainer can use: name this machine's own")
+    if arguments.urls_file.is_dir():  # of "", too
+        parser.error(f"--urls_file {arguments.urls_file} is a folder: name the file to write")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         parser.error(f"--api_key_env: the environment variable {arguments.api_key_env} is not set")
     try:
