@@ -107,6 +107,7 @@ def test_serve_guards_an_exposed_vllm_by_a_key_that_nobody_sees(pretend_vllm):
         (["--host", "127.example.com"], ["opens the server to other machines"]),
         (["--host="], ["opens the server to other machines"]),
         (["--api-key", "hush"], ["ps", "_API_KEY"]),
+        (["--api_key=hush"], ["ps", "_API_KEY"]),
         (["--host", "::", "--expose"], ["warning: --expose without"]),  # then stops at a Python without the engine
     ],
     ids=lambda value: " ".join(value),

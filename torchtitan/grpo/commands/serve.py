@@ -55,7 +55,7 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
         )
     engine = COMMANDS[words[0]]
     key = engine.key_variable
-    if any(word.partition("=")[0] == "--api-key" for word in words):
+    if any(word.partition("=")[0].replace("_", "-") == "--api-key" for word in words):  # vLLM takes both
         raise ServerCommandError(f"--api-key shows the key to everyone who runs ps: export {key} instead", 2)
     parser = argparse.ArgumentParser(prog="torchtitan-grpo serve", add_help=False, allow_abbrev=False)
     add_arguments(parser)
