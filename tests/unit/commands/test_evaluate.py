@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import ROOT, TINY_QWEN3
 from torchtitan.grpo.commands import console, evaluate
-from torchtitan.grpo.errors import PlainError
+from torchtitan.grpo.errors import PlainError, UserError
 
 
 class NotAnEngine(http.server.BaseHTTPRequestHandler):
@@ -35,3 +35,12 @@ def test_an_evaluation_whose_server_fails_at_once_names_no_answers_and_leaves_no
         with pytest.raises(PlainError, match="HTTP 500 on /get_world_size") as refused:
             evaluate.evaluate(arguments, resources)
     assert "answers.jsonl" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_weights_is_not_evaluated_as_a_random_model(tmp_path):
+    parser, _ = console.all_commands()
+    arguments = parser.parse_args(["evaluate", str(TINY_QWEN3), "--out", str(tmp_path / "out")])
+    arguments.flags = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
+    with contextlib.ExitStack() as resources, pytest.raises(UserError, match=r"has neither model\.safetensors nor "):
+        evaluate.evaluate(arguments, resources)
+    assert not (tmp_path / "out").exists()

@@ -21,7 +21,7 @@ from torchtitan.grpo.engines.fleet_view import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
-from torchtitan.grpo.errors import PlainError
+from torchtitan.grpo.errors import PlainError, UserError
 from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config
 from torchtitan.grpo.evaluation.results import (
     ANSWERS,
@@ -33,7 +33,9 @@ from torchtitan.grpo.evaluation.results import (
     write_result,
 )
 from torchtitan.grpo.model.hf_config import model_folder
+from torchtitan.grpo.model.weight_files import INDEX, has_weights
 from torchtitan.grpo.process.log_lines import init_log_lines
+from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.process.stopping import FAILED_S, end_within, stop_in_time
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
@@ -120,6 +122,9 @@ def evaluate(arguments: Namespace, resources: contextlib.ExitStack) -> None:
     rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not conversations)
     if model != str(arguments.model) and not config.rollout.urls:
         local_folder("MODEL", named(model))  # of the hub: its weights, once all else is checked
+    if COMMANDS[arguments.engine].bundled and not (config.rollout.urls or has_weights(folder)):
+        # Such a server waits for a trainer's, with random ones. The other engines do not start.
+        raise UserError(f"{folder} has neither model.safetensors nor {INDEX}: give a folder with weights")
     began = time.time()
     try:
         urls = resources.enter_context(served(config, folder, out / LOG_FOLDER))
