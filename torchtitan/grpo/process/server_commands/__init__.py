@@ -7,6 +7,6 @@
     table.py           `[rollout] engine` to one of these classes
 
 `torchtitan-grpo serve` may run in the engine's environment, which need not have torchtitan: these files import nothing
-but the standard library. `engines/registry.py` has the rest of an engine's row. What a flag is for is said here and
-nowhere else.
+but the standard library and process/addresses.py, which does the same. `engines/registry.py` has the rest of an
+engine's row. What a flag is for is said here and nowhere else.
 """
