@@ -208,8 +208,11 @@ def test_what_a_server_leaves_in_its_temporary_folder_goes_with_it(supervise, tm
     until("started again", lambda: keeps.restarts == 1 and server_pids(tmp_path))
     second = temporary_folder(server_pids(tmp_path)[0])
     assert not first.exists() and second.is_dir() and second != first
+    listed = tmp_path / "urls.txt"
+    listed.write_text("http://a:1\n")
     keeps.close()
     assert not second.exists()
+    assert listed.read_text() == "http://a:1\n", "of servers that took their place"
 
 
 def test_a_temporary_folder_is_short_enough_for_sockets():

@@ -45,8 +45,8 @@ class Supervisor(Keeper):
 
     Args:
         folder: For logs, N.log for each server; later starts append.
-        urls_file: Where the addresses are written, atomically, and again when one changes. Removed in the end. None:
-            nowhere.
+        urls_file: Where the addresses are written, atomically, and again when one changes. Removed in the end, unless
+            another supervisor has replaced it. None: nowhere.
         start_timeout_s: Longest time from the start of a server to its health.
         host: Address to listen on. Not a wildcard: it is in the list.
         start_timeout_key: What to raise, for messages.
@@ -155,7 +155,7 @@ class Supervisor(Keeper):
                 return
             try:
                 self.urls_file.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(self.urls_file, "".join(f"{url}\n" for url in urls))
+                write_whole(self.urls_file, _lines(urls))
             except OSError as error:
                 raise UserError(f"{self.urls_file}: the list of servers cannot be written: {error.strerror}") from error
             self._listed = urls
@@ -170,4 +170,9 @@ class Supervisor(Keeper):
             server.release_port()
         if self.urls_file is not None and self._listed:
             with contextlib.suppress(OSError):
-                self.urls_file.unlink()
+                if self.urls_file.read_text() == _lines(self._listed):  # not that of servers that took their place
+                    self.urls_file.unlink()
+
+
+def _lines(urls: list[str]) -> str:
+    return "".join(f"{url}\n" for url in urls)
