@@ -567,8 +567,8 @@ def test_the_time_of_a_group_begins_with_its_first_request(make_run, servers) ->
     run = make_run(servers=servers[:1], group_timeout_s=1.0, max_concurrent_requests=1)
 
     async def occupy() -> None:
-        server = await run.collector.router._acquire(GroupCall())
-        asyncio.get_running_loop().call_later(1.5, run.collector.router._release, server)
+        server = await run.collector.router.places.acquire(GroupCall())
+        asyncio.get_running_loop().call_later(1.5, run.collector.router.places.release, server)
 
     begin = time.monotonic()
     run.collector.call(occupy())

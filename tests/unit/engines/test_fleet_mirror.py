@@ -18,6 +18,7 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, Refused, S
 from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.group_call import GroupCall
+from torchtitan.grpo.rollouts.places import Places
 from torchtitan.grpo.rollouts.router import Router
 
 A, B, C = "http://a:8000", "http://b:8000", "http://c:8000"
@@ -387,7 +388,7 @@ def test_requests_at_a_server_that_was_lost_and_has_returned_are_sent_again() ->
             return [Completion([1], [0.0], "stop", [2])]
 
         mirror.servers[0].client.generate = generate
-        router = Router(mirror, 4, 10.0, loop)
+        router = Router(Places(mirror, 4, 10.0, loop))
         mirror.add_listener(lambda: loop.call_soon(router.look_at_fleet))
         params, prompt = SamplingParams(1, 1.0, 4), SimpleNamespace(index=0)
         answer = asyncio.create_task(router.answer(prompt, [1], params, "request", GroupCall(), None))

@@ -39,7 +39,7 @@ from torchtitan.grpo.rollouts.collector import Ask, Collector, decoded
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
-from torchtitan.grpo.rollouts.router import HOLD_S
+from torchtitan.grpo.rollouts.places import HOLD_S
 from torchtitan.grpo.rollouts.silence import LOOK_S, REPLY_S
 from torchtitan.grpo.run.rollout_worker import RolloutWorker
 
@@ -273,9 +273,9 @@ def collect_behind_others(collector: Collector, in_thread: Callable, count: int,
     (server,) = collector.fleet.servers
     server.control.pause()
     others = in_thread(collector.collect, prompts_of(30), PARAMS, "others")
-    wait_until(lambda: (server.in_flight, collector.router.waiting) == (1, waiting))
+    wait_until(lambda: (server.in_flight, collector.router.places.waiting) == (1, waiting))
     first = in_thread(collector.collect, prompts_of(count), replace(PARAMS, first=True), "first")
-    wait_until(lambda: collector.router.waiting == waiting + 1)  # for a place; then they ask
+    wait_until(lambda: collector.router.places.waiting == waiting + 1)  # for a place; then they ask
     server.control.resume()
     for future in (first, others):
         future.result(30)
@@ -526,8 +526,8 @@ def test_a_server_that_goes_on_answers_what_it_has(make_collector, new_server, i
     future = in_thread(collector.collect, prompts_of(2), PARAMS, "a")
     wait_until(lambda: in_flight(collector) == [1, 1])
     with frozen(freezes):
-        wait_until(lambda: first.silent and collector.router.waiting == 1)
-    wait_until(lambda: not first.silent and collector.router.waiting == 0)
+        wait_until(lambda: first.silent and collector.router.places.waiting == 1)
+    wait_until(lambda: not first.silent and collector.router.places.waiting == 0)
     first.control.resume()
     wait_until(lambda: first.client.finished == 1)
     second.control.resume()
@@ -553,7 +553,7 @@ def test_those_who_wait_keep_their_order(make_collector, new_server, in_thread) 
     futures = []
     for tag in "abcd":
         futures.append(in_thread(collector.collect, prompts_of(1), PARAMS, tag))
-        wait_until(lambda: server.in_flight + collector.router.waiting == len(futures))
+        wait_until(lambda: server.in_flight + collector.router.places.waiting == len(futures))
     server.control.resume()
     for future in futures:
         future.result(20)
@@ -630,17 +630,17 @@ def test_a_request_given_up_while_it_waits_takes_no_place(make_collector, new_se
     server = collector.fleet.servers[0]
 
     async def give_up(given_a_place: bool) -> int:
-        await collector.router._acquire(GroupCall())
-        waiting = asyncio.create_task(collector.router._acquire(GroupCall()))
+        await collector.router.places.acquire(GroupCall())
+        waiting = asyncio.create_task(collector.router.places.acquire(GroupCall()))
         await asyncio.sleep(0)
         if given_a_place:
-            collector.router._release(server)
+            collector.router.places.release(server)
             assert server.in_flight == 1, "it is the waiting one's, which does not know yet"
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert waiting.cancelled() and not collector.router.waiting
+        assert waiting.cancelled() and not collector.router.places.waiting
         if not given_a_place:
-            collector.router._release(server)
+            collector.router.places.release(server)
         return server.in_flight
 
     assert collector.call(give_up(given_a_place=False)) == 0
@@ -1082,7 +1082,7 @@ def test_close_ends_a_collection_under_way(make_collector, servers) -> None:
 def test_close_ends_a_wait_for_a_server(make_collector, in_thread) -> None:
     collector = make_collector(admitted=False)
     future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
-    wait_until(lambda: collector.router.waiting)
+    wait_until(lambda: collector.router.places.waiting)
     collector.close()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(10)
@@ -1191,7 +1191,7 @@ def test_the_first_server_with_new_weights_gets_its_share_only(make_collector, n
     first, second = collector.fleet.servers
     first.control.pause()  # nothing ends there before the other has the weights, too
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.grpo.rollouts.router.HOLD_S", 20.0)
+        patch.setattr("torchtitan.grpo.rollouts.places.HOLD_S", 20.0)
         future = in_thread(collector.collect, prompts_of(8), PARAMS, "a", VERSION + 1)
         time.sleep(0.1)
         collector.fleet.admit(first, VERSION + 1)

@@ -249,7 +249,7 @@ def server_metrics(
     """Share of the step in which each server computed answers: it had requests and was not stopped for weights.
 
     Args:
-        busy: When each server had requests in flight (`Router.take_busy_spans`), of one or several processes.
+        busy: When each server had requests in flight (`Places.take_busy_spans`), of one or several processes.
         reports: The pushes that ended in this step.
     """
     stops: defaultdict[str, list[Span]] = defaultdict(list)

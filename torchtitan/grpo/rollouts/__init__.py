@@ -8,7 +8,8 @@
     environment.py   how a prompt becomes samples: one answer each, or several turns (`RolloutClient`, `Turns`)
     guarded_environment.py  `GuardedEnvironment`: one that fails or hangs costs its group or sample, not the run;
                      `Environments`: which one answers
-    router.py        `Router`: which server a request goes to, waiting, retries
+    router.py        `Router`: sends requests, and again where one fails or its server is silent
+    places.py        `Places`: which server a request goes to, and who waits for a free place
     group_call.py    `GroupCall`: what a group's requests need, and the way back; lanes of those that wait
     request_failures.py  `Failures`: where one request has failed, and whether it is sent there again
     silence.py       `SilenceWatch`: which server owes answers and says nothing, while the trainer waits

@@ -26,7 +26,8 @@ from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
-from torchtitan.grpo.rollouts.router import Cohort, Router
+from torchtitan.grpo.rollouts.places import Cohort, Places
+from torchtitan.grpo.rollouts.router import Router
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 T = TypeVar("T")
@@ -97,7 +98,8 @@ class Collector:
         self._collecting: set[asyncio.Task] = set()
         self._thread = LoopThread("collector")
         self._loop = self._thread.loop
-        self.router = Router(fleet, requests_at_once(rollout), rollout.request_timeout_seconds, self._loop)
+        limits = requests_at_once(rollout), rollout.request_timeout_seconds
+        self.router = Router(Places(fleet, *limits, self._loop))
         self._scoring = concurrent.futures.ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
         fleet.add_listener(self._on_fleet_change)
 
@@ -185,12 +187,12 @@ class Collector:
         self._listeners.append(call)
 
     def take_busy_spans(self) -> dict[str, list[tuple[float, float]]]:
-        """See `Router.take_busy_spans`."""
-        return self.read(self.router.take_busy_spans)
+        """See `Places.take_busy_spans`."""
+        return self.read(self.router.places.take_busy_spans)
 
     def describe(self) -> str:
         """What requests and groups wait for. Takes no lock: for a report of a run that hangs."""
-        lines = [f"{self.router.waiting} requests wait for a server"]
+        lines = [f"{self.router.places.waiting} requests wait for a server"]
         lines += [f"{server.in_flight} requests in flight at {server.url}" for server in self.fleet.servers]
         waits = Counter(_awaits(task) for task in asyncio.all_tasks(self._loop))
         return "\n  ".join(lines + [f"{count} tasks in {where}" for where, count in waits.most_common(_TASKS_SHOWN)])
@@ -207,13 +209,13 @@ class Collector:
     def cohorts(
         self, count: int, name: str, min_version: int, environment: GuardedEnvironment | None = None
     ) -> list[Cohort | None]:
-        """Cohorts for groups that start together; see `Router.cohorts`.
+        """Cohorts for groups that start together; see `Places.cohorts`.
 
         None with an environment: nobody knows when and how often it sends requests, and a cohort waits for all.
         """
         if not (environment or self.environments.own).is_single_turn:
             return [None] * count
-        return self.router.cohorts(count, name, min_version)
+        return self.router.places.cohorts(count, name, min_version)
 
     async def group(
         self,
@@ -279,7 +281,7 @@ class Collector:
         task.add_done_callback(self._collecting.discard)
         if not prompts:
             return []
-        await self.router.until_served(GroupCall(lambda: min_version, first=params.first))
+        await self.router.places.until_served(GroupCall(lambda: min_version, first=params.first))
         # A tag may come again (another run on the same server, a repeated step); a request id must not.
         nonce = secrets.token_hex(4)
         cohorts: list[Cohort | None] = [None] * len(prompts)

@@ -29,7 +29,7 @@ from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.outage import Outage
 from torchtitan.grpo.rollouts.pace import Pace
-from torchtitan.grpo.rollouts.router import Cohort
+from torchtitan.grpo.rollouts.places import Cohort
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The router's lanes against the plain rule, which looks at every waiting request at each event."""
+"""The lanes of waiting requests against the plain rule, which looks at every waiting request at each event."""
 
 import asyncio
 import itertools
@@ -13,14 +13,14 @@ from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.rollouts.group_call import GroupCall, Ticket
+from torchtitan.grpo.rollouts.places import HOLD_S, Places
 from torchtitan.grpo.rollouts.request_failures import Failures
-from torchtitan.grpo.rollouts.router import HOLD_S, Router
 
 SERVERS = 5
 
 
 class Loop:
-    """What a router needs of an event loop, with a clock of its own."""
+    """What places need of an event loop, with a clock of its own."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ class Call(GroupCall):
         pass
 
 
-class Plain(Router):
+class Plain(Places):
     """All waiting requests in queues, each of which is looked at."""
 
     def _join(self, call, failures, before="", instead_of=None) -> Ticket:
@@ -82,20 +82,20 @@ class Plain(Router):
                     held = True
                     continue
             self._forget(ticket)
-            self._occupy(server, ticket.call)
+            self.occupy(server, ticket.call)
             ticket.server.set_result(server)
         if held and self._hold_ends is None:
             self._hold_ends = self._loop.call_later(HOLD_S, self._end_hold)
 
 
 class World:
-    """A router with its fleet, and groups that need newer weights the more of them have begun."""
+    """Places with their fleet, and groups that need newer weights the more of them have begun."""
 
-    def __init__(self, kind: type[Router], places: int, per_version: int) -> None:
+    def __init__(self, kind: type[Places], count: int, per_version: int) -> None:
         self.per_version = per_version
         self.loop, self.begun = Loop(), 0
         self.fleet = Fleet([f"s{i}" for i in range(SERVERS)], lambda url: Server(url, None))
-        self.router = kind(self.fleet, places, 600.0, self.loop)
+        self.places = kind(self.fleet, count, 600.0, self.loop)
         self.calls: list[GroupCall] = []
         self.tickets: list[Ticket] = []
         self.versions: dict[int, int] = {}
@@ -124,7 +124,7 @@ class World:
         failures = Failures()
         if failed_at >= 0:
             failures.add(self.fleet.servers[failed_at], 0, EngineError("down"))
-        self.tickets.append(self.router._join(call, failures, before))
+        self.tickets.append(self.places._join(call, failures, before))
 
     def again(self, number: int, failed_at: int) -> None:
         """A later turn of a request that was answered, or a retry."""
@@ -132,16 +132,16 @@ class World:
         self.ask(ticket.call, "" if failed_at >= 0 else ticket.server.given.url, failed_at)
 
     def release(self, number: int) -> None:
-        self.router._release(self.tickets[number].server.given)
+        self.places.release(self.tickets[number].server.given)
 
     def admit(self, server: int, version: int) -> None:
         server = self.fleet.servers[server]
         self.fleet.admit(server, max(version, server.version))
-        self.router.look_at_fleet()
+        self.places.look_at_fleet()
 
     def withdraw(self, server: int) -> None:
         self.fleet.withdraw(self.fleet.servers[server], "busy", lost=False)
-        self.router.look_at_fleet()
+        self.places.look_at_fleet()
 
     def wait(self, seconds: float) -> None:
         self.loop.now += seconds
@@ -151,7 +151,7 @@ class World:
             call()
 
     def give_up(self, number: int) -> None:
-        self.router._forget(self.tickets[number])
+        self.places._forget(self.tickets[number])
 
     def routed(self) -> list[str]:
         return [ticket.server.given.url if ticket.server.done() else "" for ticket in self.tickets]
@@ -163,7 +163,7 @@ def test_requests_go_where_they_go_if_each_is_looked_at_every_time(block) -> Non
     for seed in range(12 * block, 12 * block + 12):
         chance = random.Random(seed)
         settings = chance.choice([2, 5, 12]), chance.choice([4, 8, 16])
-        worlds = [World(kind, *settings) for kind in (Router, Plain)]
+        worlds = [World(kind, *settings) for kind in (Places, Plain)]
         version, ended = 0, set()
         per_sample = seed % 2
         for _ in range(150):
@@ -193,7 +193,7 @@ def test_requests_go_where_they_go_if_each_is_looked_at_every_time(block) -> Non
             for world in worlds:
                 getattr(world, act[0])(*act[1:])
             assert worlds[0].routed() == worlds[1].routed(), (seed, act)
-            new, plain = (world.router for world in worlds)
+            new, plain = (world.places for world in worlds)
             assert new.waiting == sum(map(len, getattr(plain, "queues", ())))
             assert (new._hold_ends is None) == (plain._hold_ends is None)
             held += new._hold_ends is not None
@@ -207,25 +207,25 @@ def test_a_sample_that_waits_since_before_its_group_began_has_its_whole_time_wit
     async def two_samples_of_a_group() -> None:
         loop, limit_s = asyncio.get_running_loop(), 2.0
         fleet = Fleet(["http://a"], lambda url: Server(url, None))
-        router = Router(fleet, 1, limit_s, loop)
+        places = Places(fleet, 1, limit_s, loop)
         (server,) = fleet.servers
         fleet.admit(server, 0)
         begun: list[int] = []
         whole = GroupCall(lambda: begun[0] if begun else 0, begun.append, unbegun=lambda: 0)
-        await router._acquire(GroupCall(lambda: 0))  # the one place
+        await places.acquire(GroupCall(lambda: 0))  # the one place
         calls = [GroupCall(whole.oldest, whole.begun, group=whole) for _ in range(2)]
-        first, second = [loop.create_task(router._acquire(call)) for call in calls]
+        first, second = [loop.create_task(places.acquire(call)) for call in calls]
         await asyncio.sleep(0.05)
-        router._release(server)
+        places.release(server)
         await first
         await asyncio.sleep(0.6 * limit_s)
         fleet.withdraw(server, "busy", lost=False)
-        router.look_at_fleet()
+        places.look_at_fleet()
         await asyncio.sleep(0.6 * limit_s)
         assert not second.done()
         fleet.admit(server, 0)
-        router.look_at_fleet()
-        router._release(server)
+        places.look_at_fleet()
+        places.release(server)
         assert await second is server
 
     asyncio.run(two_samples_of_a_group())
