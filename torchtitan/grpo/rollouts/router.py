@@ -1,5 +1,6 @@
 """Sends requests to the servers, and again where one fails or is silent."""
 
+import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,9 +38,9 @@ class Router:
     def __init__(self, places: Places) -> None:
         self.places, self.fleet = places, places.fleet
         self.retried = 0
-        self._used: set[Server] = set()
-        self._running: dict[Server, set[Request]] = defaultdict(set)
+        self._running: dict[Server, set[Request]] = defaultdict(set)  # of each whose client may be open
         self._losses: dict[Server, int] = defaultdict(int)  # how often its requests were given up
+        self._closing: dict[Server, asyncio.Task[None]] = {}
         self.silence = SilenceWatch(
             self.fleet, lambda: [server for server, requests in self._running.items() if requests]
         )
@@ -47,7 +48,7 @@ class Router:
     async def close(self) -> None:
         """Close the connections."""
         self.silence.close()
-        for server in self._used | set(self.fleet.servers):  # a server that left the list was used, or never opened
+        for server in self._running.keys() | self._closing.keys() | set(self.fleet.servers):
             if server.client is not None:
                 await server.client.close()
 
@@ -77,7 +78,6 @@ class Router:
         async def ask(server: Server, named: tuple[str, int] | None) -> list[Completion]:
             own_id = f"{request_id}-retry-{failures.tries}" if failures.tries else request_id
             failures.tries += 1
-            self._used.add(server)
             completions = await server.client.generate(token_ids, params, own_id, named)
             for completion in completions:
                 completion.server = server.url
@@ -133,16 +133,27 @@ class Router:
 
     def _end(self, server: Server, request: Request) -> None:
         """Give the request's place back, if it has one."""
-        if request in self._running[server]:
+        if request in self._running.get(server, ()):
             self._running[server].remove(request)
             self.places.release(server)
 
     def look_at_fleet(self) -> None:
-        """The fleet has changed: give up requests at lost servers, ask others too where one is silent, and serve
-        waiting ones."""
-        for server, requests in self._running.items():
+        """The fleet has changed: give up requests at lost servers, ask others too where one is silent, serve waiting
+        ones, and forget a server that has left the list, if none is left there."""
+        listed = set(self.fleet.servers)
+        for server, requests in list(self._running.items()):
             if server.lost or server.silent or server.losses != self._losses[server]:
                 self._losses[server] = server.losses
                 for request in requests:
                     request.look_at_server()
+            if server not in listed and not server.in_flight:
+                self._forget(server)
         self.places.look_at_fleet()
+
+    def _forget(self, server: Server) -> None:
+        """Close its client, and keep nothing of it. If it returns to the list, it is a new object."""
+        del self._running[server]
+        self._losses.pop(server, None)
+        assert server.client is not None
+        self._closing[server] = closing = asyncio.create_task(server.client.close())
+        closing.add_done_callback(lambda task: task.cancelled() or self._closing.pop(server))

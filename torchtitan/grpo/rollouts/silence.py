@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torchtitan.grpo.engines.fleet_view import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, LocalError
@@ -40,8 +40,9 @@ class SilenceWatch:
 
     def __init__(self, fleet: FleetView, owing: Callable[[], Iterable[Server]]) -> None:
         self._fleet, self._owing = fleet, owing
-        self._heard_at: dict[Server, float] = defaultdict(float)
-        self._reply_s: dict[Server, float] = defaultdict(lambda: REPLY_S)
+        # Nobody says here that a server has left the list.
+        self._heard_at: WeakKeyDictionary[Server, float] = WeakKeyDictionary()
+        self._reply_s: WeakKeyDictionary[Server, float] = WeakKeyDictionary()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="health")
         self._waiting = 0
         self._watch: asyncio.Task[None] | None = None
@@ -63,7 +64,7 @@ class SilenceWatch:
         """It has replied to something."""
         self._heard_at[server] = time.monotonic()
         if server.silent:
-            self._reply_s[server] = min(2 * self._reply_s[server], REPLY_MAX_S)
+            self._reply_s[server] = min(2 * self._reply_s.get(server, REPLY_S), REPLY_MAX_S)
         self._fleet.heard(server)
 
     def close(self) -> None:
@@ -76,21 +77,21 @@ class SilenceWatch:
                 await asyncio.sleep(LOOK_S)
                 quiet_since = time.monotonic() - LOOK_S
                 for server in self._owing():
-                    if self._heard_at[server] < quiet_since and (server not in asked or asked[server].done()):
+                    if self._heard_at.get(server, 0.0) < quiet_since and (server not in asked or asked[server].done()):
                         asked[server] = asking.create_task(self._ask(server))
 
     async def _ask(self, server: Server) -> None:
         asked_at, loop = time.monotonic(), asyncio.get_running_loop()
         why = "it is not healthy"
         try:
-            if await loop.run_in_executor(self._threads, server.control.is_healthy, self._reply_s[server]):
+            if await loop.run_in_executor(self._threads, server.control.is_healthy, self._reply_s.get(server, REPLY_S)):
                 self.heard(server)
                 return
         except UserError:  # this process cannot ask
             return
         except EngineError as error:
             why = str(error)
-        if self._heard_at[server] < asked_at:
+        if self._heard_at.get(server, 0.0) < asked_at:
             self._fleet.fall_silent(server, why)
 
 
