@@ -1,6 +1,7 @@
 """Groups of scored answers: requested ahead of the trainer, and taken step by step.
 
     stream.py        `RolloutStream`: requests as many groups as staleness allows; `take` returns a step's groups
+    groups_under_way.py  `GroupsUnderWay`: asks them, and decides what becomes of each that ends
     buffer.py        `StalenessBuffer`: which groups may begin, and which a step takes; pure bookkeeping
     outage.py        `Outage`: groups without a reward, and whether the run waits or ends
     pace.py          `Pace`: how far ahead of the trainer to request, within the buffer's bound
@@ -20,5 +21,6 @@
     sampler_check.py  whether each server samples from the policy that is trained
     questions.py     what one that does not is asked; diagnosis.py, the cause that its answers leave
 
-stream -> collector -> environment -> router -> engines/. The main thread calls `take`; the rest runs on one event loop.
+stream -> groups_under_way -> collector -> environment -> router -> engines/. The main thread calls `take`; the rest
+runs on one event loop.
 """

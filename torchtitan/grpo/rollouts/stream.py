@@ -3,12 +3,8 @@
 import asyncio
 import logging
 import math
-import secrets
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -19,23 +15,17 @@ from torchtitan.grpo.config.share import ALL, Share
 from torchtitan.grpo.data.load import Prompts
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
-from torchtitan.grpo.engines.registry import ENGINES
-from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.random_numbers import prompt_seed, python_state, set_python_state
+from torchtitan.grpo.process.random_numbers import python_state, set_python_state
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector
-from torchtitan.grpo.rollouts.group_call import GroupCall
-from torchtitan.grpo.rollouts.outage import Outage
+from torchtitan.grpo.rollouts.groups_under_way import GroupsUnderWay
 from torchtitan.grpo.rollouts.pace import Pace
-from torchtitan.grpo.rollouts.places import Cohort
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 logger = logging.getLogger(__name__)
 
-ASKED_MAX = 4
-"""Groups that a step asks for, in multiples of its own, if those without a signal are replaced."""
 VALIDATION_S = 10.0
 """How long a run that is asked to stop goes on with a validation."""
 
@@ -46,17 +36,6 @@ class RolloutStream:
     With `[async_grpo]`, groups are requested while the trainer trains. They run ahead as far as keeps it from waiting
     (`run_ahead`), and never beyond the buffer's bound. Without it, a step's groups are requested when the step starts,
     all at once, from the newest weights.
-
-    An engine that repeats its answers gets a step's groups in rounds: when all groups of a round have ended, they count
-    in the order of their prompts, and those that replace some are asked together. So neither prompts nor batches depend
-    on which group ended first.
-
-    Groups that are given up are replaced by other prompts. `counts` has the number of each kind:
-
-    - groups without a signal (`[grpo] zero_variance_groups = "replace"`, DAPO's dynamic sampling, arXiv 2503.14476)
-    - groups that took longer than `[rollout] group_timeout_seconds`
-    - groups in which no answer has a reward, see `Outage`
-    - groups that became too old
 
     Args:
         params: How each prompt is answered; its seed is the run's.
@@ -79,20 +58,10 @@ class RolloutStream:
         row_tokens: float = math.inf,
         share: Share = ALL,
     ) -> None:
-        self.counts: Counter[str] = Counter()
-        """Groups since the start of the run: asked, finished, replaced, late, timed_out, failed."""
         grpo, ahead, rollout = config.grpo, config.async_grpo, config.rollout
-        repeatable = ENGINES[rollout.engine].repeats_in_flight or not ahead.enabled
-        seeded = rollout.seeded_requests == "always" or (rollout.seeded_requests == "auto" and repeatable)
         self._collector, self._prompts, self._share = collector, prompts, share
-        self._params = params if seeded else replace(params, seed=None)
-        self._ahead = ahead.enabled
-        self._in_rounds = not ahead.enabled and not grpo.oversampling and ENGINES[rollout.engine].repeats_in_flight
-        self._round: list[tuple[Entry, Group]] = []  # ended, while others of their round are under way
-        self._replace = grpo.zero_variance_groups == "replace"
-        self._replaced_max = (ASKED_MAX - 1) * grpo.prompts_per_step
-        self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
-        self._has_signal = has_signal
+        self._temperature, self._ahead = params.temperature, ahead.enabled
+        self._request_timeout_s = rollout.request_timeout_seconds
         self._max_failed_fraction = config.reward.max_failed_fraction
         self._teachers, self._row_tokens = teachers, row_tokens
         if teachers:
@@ -111,18 +80,13 @@ class RolloutStream:
             self._pace = Pace(per_step, ahead.max_age, surplus)
         self._taken_at: float | None = None
         self._scores_s = 0.0
-        self._nonce = secrets.token_hex(4)  # request ids must differ from another run's on the same servers
         self._wanted = 0
-        self._replaced: list[tuple[Entry, Group]] = []  # in this step
-        self._outage = Outage(per_step, self._max_failed_fraction, rollout.group_timeout_seconds)
-        self._pause: asyncio.TimerHandle | None = None  # no group is requested until its end
-        self._timed_out_this_step = 0
-        self._tasks: dict[Entry, asyncio.Task] = {}
-        self._failure: BaseException | None = None
         self._stopping = self._promised = False
         self._before_take: tuple[int, Callable[[], bytes]] = -1, bytes
         """The version of the newest `take`, and the state before it."""
         self._changed = asyncio.Event()
+        asks = prompts, params, config, has_signal, teachers, share
+        self._under_way = GroupsUnderWay(collector, self._buffer, *asks, self._fill, self._changed)
         collector.add_listener(self._fill)
 
     # --------------------------------------------------------------------------------------- from the main thread
@@ -160,7 +124,7 @@ class RolloutStream:
         """Whether `take` returns the next step's groups at once. Then it does so even after a `stop`."""
 
         def promise() -> bool:
-            healthy = self._failure is None and not self._stopping
+            healthy = self._under_way.failure is None and not self._stopping
             self._promised = healthy and self._buffer.is_ready()
             return self._promised
 
@@ -206,8 +170,8 @@ class RolloutStream:
         def load() -> None:
             self._prompts.load_state_dict(state["prompts"])
             self._buffer.load_state_dict(state["buffer"], self._prompts.at, fits)
-            self.counts = Counter(state["counts"])
-            self._outage.has_worked = self.counts["finished"] > 0
+            self._under_way.counts = Counter(state["counts"])
+            self._under_way.outage.has_worked = self._under_way.counts["finished"] > 0
             set_python_state(state["random"])
 
         self._collector.read(load)
@@ -218,12 +182,12 @@ class RolloutStream:
     # ------------------------------------------------------------------------------------------ on the event loop
 
     def _metrics(self) -> dict[str, float]:
-        entries, ended = self._buffer.entries.values(), {entry for entry, _ in self._round}
+        entries, ended = self._buffer.entries.values(), {entry for entry, _ in self._under_way.round}
         # One that an environment answers by itself is complete, and has not begun.
         left = [entry for entry in entries if entry.group is None and entry not in ended]
         begun = sum(entry.begun is not None for entry in left)
         names = ("asked", "finished", "replaced", "late", "timed_out", "failed")
-        counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
+        counts: dict[str, float] = {f"rollout/groups_{name}": self._under_way.counts[name] for name in names}
         if (endpoint := self._collector.endpoint) is not None:
             counts |= endpoint.metrics()
         return (
@@ -240,8 +204,8 @@ class RolloutStream:
 
     def _unfit(self, group: Group, temperature: float) -> str:
         """Why a step cannot train on a group of an earlier run, which sampled at this temperature; "" if it can."""
-        if temperature != self._params.temperature:
-            return f"sampled at temperature {temperature:g}, and [rollout] temperature = {self._params.temperature:g}"
+        if temperature != self._temperature:
+            return f"sampled at temperature {temperature:g}, and [rollout] temperature = {self._temperature:g}"
         if any(len(sample.prompt.token_ids) + len(sample.token_ids) > self._row_tokens for sample in group):
             return f"longer than a row of {self._row_tokens} tokens ([training] seq_len or tokens_per_microbatch)"
         return "these teachers have not scored them" if self._teachers and not self._teachers.has_scored(group) else ""
@@ -253,9 +217,9 @@ class RolloutStream:
         must ask a step's groups together, and not go on with some that were completed in it.
         """
         now = {
-            "temperature": self._params.temperature,
+            "temperature": self._temperature,
             "prompts": self._prompts.state_dict(),
-            "counts": dict(self.counts),
+            "counts": dict(self._under_way.counts),
             "random": python_state(),
         }
         buffer = self._buffer.copy()
@@ -266,15 +230,15 @@ class RolloutStream:
         """The step's groups, and those whose failures count: with groups that others replaced since the step before."""
         if version != self._buffer.version:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
-        clock = asyncio.get_running_loop().time
+        clock, under_way = asyncio.get_running_loop().time, self._under_way
         asked_at, held_s = clock(), 0.0
         self._before_take = version, self._state()
         self._wanted = version + 1
         self._fill()
-        while self._failure is None and not self._buffer.is_ready() and not self._stopping:
+        while under_way.failure is None and not self._buffer.is_ready() and not self._stopping:
             began, only_scores = clock(), self._buffer.is_ready(but_for_scores=True)
             for_an_old_one = self._buffer.is_held()
-            if self._tasks or self._pause is not None:
+            if under_way.tasks or under_way.pause is not None:
                 self._changed.clear()
                 await self._changed.wait()  # each group has its time limit, and so has an outage
             else:
@@ -283,25 +247,21 @@ class RolloutStream:
             held_s += clock() - began if for_an_old_one else 0.0
         if self._stopping and not self._promised:
             raise StopRequested
-        if self._failure is not None:
-            raise self._failure
+        if under_way.failure is not None:
+            raise under_way.failure
         taken, late = self._buffer.take()
         self._promised = False
         if not self._ahead:  # groups that still wait for a place are requested again when a step wants them
-            for entry in [entry for entry in self._tasks if entry.begun is None]:
-                self._tasks.pop(entry).cancel()
-        for entry in late:
-            self.counts["late"] += 1
-            if entry in self._tasks:
-                self._tasks.pop(entry).cancel()
-        replaced, failed = self._replaced, self._outage.take()
-        self._replaced, self._timed_out_this_step = [], 0
+            under_way.cancel([entry for entry in under_way.tasks if entry.begun is None])
+        under_way.counts["late"] += len(late)
+        under_way.cancel(late)
+        replaced, failed = under_way.end_step()
         groups: list[Group] = []
         for entry in taken:
             assert entry.group is not None  # the buffer gives complete groups only
             groups.append(entry.group)
         ended = [*zip(taken, groups, strict=True), *replaced]
-        counted = [self._outage.counted(entry.number, group) for entry, group in ended] + failed
+        counted = [under_way.outage.counted(entry.number, group) for entry, group in ended] + failed
         now = clock()
         if self._pace is not None:
             longest = [max((len(sample.token_ids) for sample in group), default=0) for group in groups]
@@ -320,7 +280,7 @@ class RolloutStream:
         fleet = self._collector.fleet
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                while not (self._tasks or self._failure or self._stopping):
+                while not (self._under_way.tasks or self._under_way.failure or self._stopping):
                     fleet.check()
                     self._changed.clear()
                     await self._changed.wait()
@@ -333,18 +293,16 @@ class RolloutStream:
     def _fill(self) -> None:
         """Request as many groups as allowed now."""
         self._changed.set()
-        if self._wanted == 0 or self._failure is not None or self._stopping or self._pause is not None:
-            return
-        if self._in_rounds and self._tasks:
+        if self._wanted == 0 or self._stopping or not self._under_way.may_grow:
             return
         versions = [server.version for server in self._collector.fleet.eligible(0)]
         if not versions:
             return
-        buffer = self._buffer
+        buffer, tasks = self._buffer, self._under_way.tasks
         waiting: list[Entry] = []
-        if len(buffer.entries) > buffer.complete + len(self._tasks):
-            waiting = [entry for entry in buffer.entries.values() if entry.group is None and entry not in self._tasks]
-            to_begin = sum(entry.begun is None for entry in self._tasks)
+        if len(buffer.entries) > buffer.complete + len(tasks):
+            waiting = [entry for entry in buffer.entries.values() if entry.group is None and entry not in tasks]
+            to_begin = sum(entry.begun is None for entry in tasks)
             waiting = waiting[: max(0, buffer.may_begin(max(versions)) - to_begin)]
         asked = buffer.consumed + len(buffer.entries)
         steps = self._steps if self._ahead else self._wanted
@@ -354,118 +312,6 @@ class RolloutStream:
         try:
             new = [buffer.add(prompt) for prompt in self._share.next(self._prompts, count)] if count > 0 else []
         except Exception as error:
-            self._fail(error)
+            self._under_way.fail(error)
             return
-        self._ask(waiting + new, max(versions))
-
-    def _ask(self, entries: list[Entry], version: int) -> None:
-        if not entries:
-            return
-        self.counts["asked"] += len(entries)
-        cohorts: list[Cohort | None] = [None] * len(entries)
-        if not self._ahead:  # groups that start together repeat to the last bit
-            cohorts = self._collector.cohorts(len(entries), f"groups{entries[0].number}-{self._nonce}", version)
-        for entry, cohort in zip(entries, cohorts, strict=True):
-            task = asyncio.create_task(self._group(entry, cohort))
-            self._tasks[entry] = task
-            task.add_done_callback(partial(self._ended, entry))
-
-    async def _group(self, entry: Entry, cohort: Cohort | None) -> Group:
-        step = entry.number // self._per_step + 1  # the step that would train on it if none were dropped
-        of_share = f"/{self._share.number}" if self._share.number else ""  # another one may ask the same prompt
-        seed = prompt_seed(self._params.seed, f"step{step}{of_share}", entry.prompt.index, entry.occurrence)
-        params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
-        async with asyncio.timeout(self._timeout_s) as limit:
-            call = GroupCall(
-                partial(self._buffer.min_version, entry),
-                partial(self._buffer.begin, entry),
-                partial(self._answered, entry),
-                limit,
-                self._timeout_s,
-                unbegun=self._buffer.min_version_of_new,
-            )
-            return await self._collector.group(entry.prompt, params, request_id, call, cohort, self._teachers)
-
-    def _answered(self, entry: Entry) -> None:
-        self._buffer.answer(entry)
-        self._changed.set()
-
-    def _ended(self, entry: Entry, task: asyncio.Task) -> None:
-        if self._tasks.get(entry) is not task:
-            return  # it was too old, and cancelled
-        del self._tasks[entry]
-        if task.cancelled():
-            return  # the run ends
-        error = task.exception()
-        if isinstance(error, TimeoutError):
-            self._give_up(entry)
-        elif error is not None:
-            self._fail(error)
-        elif self._in_rounds:
-            self._round.append((entry, task.result()))
-        else:
-            self._finish(entry, task.result())
-        if self._round and not self._tasks:
-            ended, self._round = sorted(self._round, key=lambda each: each[0].number), []
-            for each, group in ended:
-                self._finish(each, group)
-        self._fill()
-
-    def _finish(self, entry: Entry, group: Group) -> None:
-        rewards = [sample.reward for sample in group if sample.reward is not None]
-        if not rewards:
-            self._give_up_failed(entry, group)
-            return
-        self.counts["finished"] += 1
-        self._outage.worked(entry.number, self._next_number(entry), asyncio.get_running_loop().time())
-        if self._pause is not None and not self._outage.is_on:
-            self._pause.cancel()
-            self._pause = None
-        self._prompts.record(entry.prompt.index, fmean(rewards))
-        if self._replace and len(self._replaced) < self._replaced_max and not self._has_signal(group):
-            self._replaced.append((entry, group))
-            self.counts["replaced"] += 1
-            self._buffer.drop(entry)
-        else:
-            self._buffer.finish(entry, group)
-
-    def _next_number(self, entry: Entry) -> int:
-        """Of the group that is requested behind what is known of this one: in a round they are taken one by one."""
-        return entry.number + 1 if self._in_rounds else self._buffer.next_number
-
-    def _give_up(self, entry: Entry) -> None:
-        self.counts["timed_out"] += 1
-        self._timed_out_this_step += 1
-        self._buffer.drop(entry)
-        what = f"group {entry.number} (prompt {entry.prompt.index}) took longer than [rollout] group_timeout_seconds"
-        logger.warning("%s = %g: another prompt replaces it", what, self._timeout_s)
-        if self._timed_out_this_step > self._per_step:
-            self._fail(
-                EngineError(
-                    f"{what} = {self._timeout_s:g}, like all groups of a step before it: raise the limit "
-                    f"({self._collector.fleet.describe()})"
-                )
-            )
-
-    def _give_up_failed(self, entry: Entry, group: Group) -> None:
-        """Let another prompt replace a group without a reward, in an outage after a wait; or end the run."""
-        self.counts["failed"] += 1
-        self._buffer.drop(entry)
-        loop = asyncio.get_running_loop()
-        try:
-            wait_s = self._outage.failed(group, entry.number, self._next_number(entry), loop.time())
-        except UserError as error:
-            self._fail(error)
-            return
-        if wait_s and self._pause is None:
-            message = "No group gets a reward. Others are asked in %.2g s, and the run ends after %g s of this: %s"
-            logger.warning(message, wait_s, self._timeout_s, self._outage.describe())
-            self._pause = loop.call_later(wait_s, self._end_pause)
-
-    def _end_pause(self) -> None:
-        self._pause = None
-        self._fill()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-        self._changed.set()
+        self._under_way.ask(waiting + new, max(versions))
