@@ -476,6 +476,11 @@ DATA = {
     "no file": wrong(JSONL | {"--data.path": "no.jsonl"}, "[data] path = 'no.jsonl' is not a file"),
     "a folder as file": wrong(JSONL | {"--data.path": "model"}, "[data] path = 'model' is not a file", 'source = "hf"'),
     "empty": wrong(JSONL, "rows.jsonl has no rows", spoil=write("rows.jsonl", "\n\n")),
+    "a deep column": wrong(
+        JSONL,
+        "rows.jsonl:13: column 'steps' cannot be written as JSON (ValueError: over 100 lists or dicts in each other",
+        spoil=rows(f'{{"question": "1+1=", "answer": "2", "steps": {"[" * 600 + "]" * 600}}}'),
+    ),
     "torn line": wrong(JSONL, "rows.jsonl:13 is not JSON", spoil=rows('{"question": "1+')),
     "line is no object": wrong(JSONL, "rows.jsonl:13 is a list", spoil=rows([1])),
     "no such column": wrong(

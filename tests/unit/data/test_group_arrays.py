@@ -142,6 +142,12 @@ def test_what_json_has_no_words_for_is_text_and_stops_no_save():
 
 
 def test_of_what_an_environment_keeps_in_a_prompt_texts_are_left():
-    prompt = Prompt(0, [1], "", columns={"question": "?", "seen": {3}, (1, 2): "no name"})
-    (found,) = from_bytes(to_bytes([Sample(prompt, [5], [-0.5], [0], "stop")]))
-    assert found.prompt.columns == {"question": "?", "seen": "{3}"}
+    columns = {"question": "?", "seen": {3}, (1, 2): "no name"}
+    circle: list = []
+    circle.append(circle)
+    for own in ({}, {"circle": circle}, {"many": 10**5000, "seen": {3}}):
+        prompt = Prompt(0, [1], "", columns=columns | own)
+        (found,) = from_bytes(to_bytes([Sample(prompt, [5], [-0.5], [0], "stop")]))
+        assert found.prompt.columns.pop("circle", "[[...]]") == "[[...]]"
+        assert found.prompt.columns.pop("many", "").endswith("that cannot be shown)" if "many" in own else "")
+        assert found.prompt.columns == {"question": "?", "seen": "{3}"}

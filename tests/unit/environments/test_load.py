@@ -1,6 +1,7 @@
 """Environments are found by their names, get their arguments, and refuse others before anything starts."""
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,14 @@ def test_an_environment_may_bring_its_rows_and_is_closed(tmp_path: Path) -> None
         load_held_out(config, tokenizer, rows=environments.rows)
 
 
+def nested(levels: int) -> list:
+    return functools.reduce(lambda inner, _: [inner], range(levels), [])
+
+
+CIRCULAR: list = []
+CIRCULAR.append(CIRCULAR)
+
+
 class Fails:
     def __repr__(self) -> str:
         raise RuntimeError("not now")
@@ -181,8 +190,14 @@ class Fails:
         ({"question": ["1+1="]}, r"row 0 cannot be read: KeyError: 0"),
         ([{"question": "1+1="}, "2+2="], r"row 1 is '2\+2=': give a dict of columns"),
         ([Fails()], r"row 0 is \(a Fails that cannot be shown\): give a dict"),
-        ([{"question": "1+1=", "state": Fails()}], r"row 0 cannot be read: RuntimeError: not now"),
-        ([{(1, 2): "1+1="}], r"row 0 cannot be read: TypeError: keys must be str"),
+        (
+            [{"question": "1+1=", "state": Fails()}],
+            r"row 0: column 'state' cannot be written as JSON .Runtime.*: not now.: ch",
+        ),
+        ([{(1, 2): "1+1="}], r"row 0: column \(1, 2\) cannot be written as JSON .TypeError: keys must be str"),
+        ([{"question": "1+1="}, {"question": "1", "own": CIRCULAR}], r"row 1: column 'own' .*: Circular reference"),
+        ([{"question": "1", "deep": nested(101)}], r"row 0: column 'deep' .*: over 100 lists or dicts in each other"),
+        ([{"question": "1", "deep": nested(5000)}], r"row 0: column 'deep' cannot .*RecursionError: maximum"),
         (Fails(), r"its rows cannot be read: RuntimeError: not now"),
     ],
 )

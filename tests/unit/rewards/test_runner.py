@@ -1,5 +1,6 @@
 """Scoring: the built-in functions, and reward functions that hang, raise or crash."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -152,7 +153,7 @@ def sizes(answers, prompt):
     return [{"skip": None, "silent": Silent()}.get(text, len(answers)) for text in answers]
 
 def own_column(text, prompt):
-    return "_thread.lock" in prompt.columns["own"] and list(prompt.columns) == ["log", "own"]
+    return "_thread.lock" in prompt.columns["own"] and list(prompt.columns) == ["log", "own", "deep", "circle"]
 
 class Table:
     def __init__(self, rows):
@@ -636,7 +637,11 @@ def test_a_function_may_score_a_groups_answers_at_once(functions):
 
 
 def test_objects_that_an_environment_keeps_in_a_prompt_are_texts_in_a_reward(functions):
-    samples = make_samples("a", "b", columns={"log": "x", "own": threading.Lock(), (1, 2): "place"})
+    deep = functools.reduce(lambda inner, _: [inner], range(600), [])  # too much for pickle, and not for JSON
+    circle: list = []
+    circle.append(circle)
+    own = {"own": threading.Lock(), (1, 2): "place", "deep": deep, "circle": circle}
+    samples = make_samples("a", "b", columns={"log": "x"} | own)
     with RewardRunner(Reward(functions=[f"{functions}:own_column"], workers=1)) as runner:
         runner.score(samples)
     assert [sample.reward for sample in samples] == [1.0, 1.0]

@@ -15,6 +15,7 @@ import numpy as np
 from torchtitan.grpo.data import array_bytes
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
+from torchtitan.grpo.sources.rows import always_json
 
 PER_TOKEN = {
     "token_ids": np.int32,
@@ -81,6 +82,12 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
         "prompts": [_fields(prompt, but=("token_ids",)) for prompt in prompts],
         "groups": [[described(sample) for sample in group] for group in groups],
     }
+    try:  # an environment may keep objects of its own in a prompt's columns
+        text = json.dumps(about, default=str, skipkeys=True)
+    except Exception:  # and such as JSON cannot write, as a list that holds itself
+        for prompt in about["prompts"]:
+            prompt["columns"] = always_json(prompt["columns"])
+        text = json.dumps(about)
     columns = {name: [getattr(sample, name) for sample in samples] for name in PER_TOKEN}
     columns["loss_mask"] = [sample.loss_mask or [True] * len(sample.token_ids) for sample in samples]
     if all(sample.teacher_logprobs is None for sample in samples):
@@ -93,8 +100,7 @@ def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = Fals
         "answer_lengths": np.array([len(ids) for ids in columns["token_ids"]], np.int64),
         "prompt_ids": _laid(prompt_ids, np.int32),
         "prompt_lengths": np.array([len(ids) for ids in prompt_ids], np.int64),
-        # An environment may keep an object of its own in a prompt's columns.
-        "about": np.frombuffer(json.dumps(about, default=str, skipkeys=True).encode(), np.uint8),
+        "about": np.frombuffer(text.encode(), np.uint8),
     }
     if k:
         parts = [own_top(sample) or TopTokens.none(len(sample.token_ids), k) for sample in samples]

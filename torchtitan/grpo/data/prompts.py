@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import logging
 import random
 import re
@@ -19,7 +18,7 @@ from torchtitan.grpo.data.samples import ANY_VOCAB, Document, Prompt
 from torchtitan.grpo.data.tokenizer import check_embeddings, check_text
 from torchtitan.grpo.errors import UserError, did_you_mean, renamed, said, shown
 from torchtitan.grpo.process.import_path import is_async, load_function, source
-from torchtitan.grpo.sources.rows import DatasetRow
+from torchtitan.grpo.sources.rows import DatasetRow, as_json
 from torchtitan.grpo.sources.table import SOURCES
 
 logger = logging.getLogger(__name__)
@@ -288,7 +287,7 @@ class PromptSource:
                 ids,
                 text,
                 answer=answer,
-                columns=json.loads(json.dumps(row, default=str)),
+                columns=as_json(row, place),
                 source=row["task"] if self._data.tasks else "",
                 functions=self._reward_functions(row, place),
             )

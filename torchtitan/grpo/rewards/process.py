@@ -5,7 +5,6 @@ module. Its environment has no hidden key, from its first moment on.
 """
 
 import contextlib
-import json
 import logging
 import math
 import multiprocessing
@@ -27,6 +26,7 @@ from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import is_safe
 from torchtitan.grpo.rewards.worker import FAILURE_CHARS, Call, Score, too_slow
+from torchtitan.grpo.sources.rows import always_json
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class RewardWorker:
 
 def _plain(prompt: Prompt) -> Prompt:
     """With objects that an environment keeps in its columns as texts, as a resumed run has them."""
-    return replace(prompt, columns=json.loads(json.dumps(prompt.columns, default=str, skipkeys=True)))
+    return replace(prompt, columns=always_json(prompt.columns))
 
 
 def _bound_messages(connection: Connection, seconds: float) -> None:

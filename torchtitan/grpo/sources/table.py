@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.grpo.errors import UserError, did_you_mean, in_words, shown
-from torchtitan.grpo.sources.rows import DatasetRow, DatasetRows, whole
+from torchtitan.grpo.sources.rows import DatasetRow, DatasetRows, as_json, whole
 
 OTHER_FILES = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet", ".arrow": "Arrow"}
 """Files of rows that `source = "hf"` reads, by the ends of their names."""
@@ -288,7 +288,7 @@ def _of_environment(wanted: Wanted) -> DatasetRows:
             row = rows[position]
             if not isinstance(row, dict):
                 raise UserError(f"{where}: {at} is {shown(row)}: give a dict of columns")
-            json.dumps(row, default=str)
+            as_json(row, f"{where}: {at}")
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
