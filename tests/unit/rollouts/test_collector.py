@@ -347,6 +347,12 @@ ODD = {
     "a reward that cannot be shown": put(reward=Hollow()),
     "a failure that is an error": put(reward_failures={"tool": ValueError("away")}),
     "an end that is no text": put(finish_reason=Hollow()),
+    "a log-probability that no token has": put(logprobs=[-9999.0] * 6),
+    "a version that no server has": put(versions=[10**12] * 6),
+    "a prompt whose text is none": lambda samples: put(prompt=replace(samples[0].prompt, text=b"?"))(samples),
+    "a prompt with a number of NumPy's": lambda samples: put(prompt=replace(samples[0].prompt, index=np.int64(3)))(
+        samples
+    ),
     "servers that are none": put(servers=[(0,)]),
     "servers in an array": put(servers=np.arange(6)),
 }

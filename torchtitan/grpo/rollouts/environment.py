@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.kept_tokens import KeptTokens
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import REWARD_MAX, Group, Prompt, Sample, TopTokens
+from torchtitan.grpo.data.samples import IMPOSSIBLE, REWARD_MAX, Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError, in_words, shown
@@ -258,8 +258,7 @@ def checked(
         if not ours:
             _check_values(sample, own, where)
         columns: list[list[Any]] = [sample.logprobs, sample.versions]
-        if sample.loss_mask is not None:
-            columns.append(sample.loss_mask)
+        columns += [] if sample.loss_mask is None else [sample.loss_mask]
         tokens = len(sample.token_ids)
         if any(len(column) != tokens for column in columns):
             entries = [len(column) for column in columns]
@@ -309,17 +308,20 @@ def checked(
 def _check_values(sample: Sample, own: list[int], where: str) -> None:
     """What an environment may have written itself, with the prompt's ids if it is its own: arrays become lists."""
     firsts, servers = zip(*sample.servers, strict=True) if len(sample.servers) else ((), ())
-    if not set(map(type, [*own, *sample.token_ids, *sample.versions, *firsts])) <= {int}:
-        raise UserError(f"{where}: token ids and versions of a sample must be whole numbers")
+    numbers = [*own, *sample.token_ids, *sample.versions, *firsts, sample.prompt.index]
+    if not set(map(type, numbers)) <= {int} or max(numbers) >= 2**31:
+        raise UserError(f"{where}: token ids and versions of a sample must be whole numbers of 32 bits")
     sample.logprobs = list(map(float, sample.logprobs))
     sample.loss_mask = None if sample.loss_mask is None else list(map(bool, sample.loss_mask))
-    if not all(map(math.isfinite, sample.logprobs)):
-        raise ValueError("a sample with a log-probability that is not finite")
+    sampled = itertools.compress(sample.logprobs, sample.loss_mask or itertools.repeat(True))
+    if not all(map(math.isfinite, sample.logprobs)) or max(map(abs, sampled), default=0.0) >= -IMPOSSIBLE:
+        raise ValueError("a sample with a log-probability that is not finite, or that no token has")
     texts = [sample.finish_reason, *servers, *sample.rewards, *itertools.chain(*sample.reward_failures.items())]
+    texts += [sample.prompt.text, sample.prompt.answer, sample.prompt.source, *sample.prompt.functions]
     if not all(isinstance(text, str) for text in texts):
         raise UserError(
-            f"{where}: finish_reason, names of rewards, and what reward_failures and servers of a sample say must be "
-            f"texts, not {texts[:9]}"
+            f"{where}: finish_reason, names of rewards, and what reward_failures, servers and prompt of a sample say "
+            f"must be texts, not {texts[:9]}"
         )
 
 
@@ -332,10 +334,8 @@ def _check_kept(sample: Sample, where: str) -> None:
 
 
 def _check_routes(sample: Sample, shape: RouteShape, where: str) -> None:
-    mask = sample.loss_mask
-    sampled = (
-        len(sample.token_ids) if mask is None else len(mask) - (mask[::-1].index(True) if True in mask else len(mask))
-    )
+    mask = sample.loss_mask or [True] * len(sample.token_ids)
+    sampled = max(itertools.compress(itertools.count(1), mask), default=0)
     needed = len(sample.prompt.token_ids) + sampled - 1
     routes = sample.routes
     if not isinstance(routes, np.ndarray) or routes.dtype != shape.dtype:
