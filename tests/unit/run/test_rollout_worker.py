@@ -6,9 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers import TINY_QWEN3
-from torchtitan.grpo.config.job_config import Data, Sft
+from torchtitan.grpo.config.job_config import Data, JobConfig, Sft
+from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
+from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.tokenizer import load_tokenizer
+from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.run.rollout_worker import RolloutWorker
 
 
@@ -28,3 +32,31 @@ def test_targets_of_the_warm_start_that_say_nothing_are_counted(tmp_path, caplog
     RolloutWorker.check_pairs(worker)
     assert prompts.state_dict() == before
     assert (f"say nothing on {blank} rows" in caplog.text) == bool(blank)
+
+
+def test_one_validation_in_an_outage_is_left_out_and_the_first_or_a_second_one_ends_the_run(caplog):
+    prompt, works = Prompt(3, [1], "?"), iter([False, True, False, True, False, False])
+
+    def collect_all(asks, alone):
+        reward = {"reward": 1.0, "rewards": {"right": 1.0}} if next(works) else {"reward_failures": {"tool": "is away"}}
+        return [[[Sample(prompt, [5], [-0.5], [2], "stop", **reward)] for _ in ask.prompts] for ask in asks]
+
+    worker = SimpleNamespace(
+        config=JobConfig(),
+        collector=SimpleNamespace(collect_all=collect_all, rewards=SimpleNamespace(find_finals=lambda samples: None)),
+        held_out=[HeldOut("", [prompt], 1, 1.0, 8)],
+        samples=SimpleNamespace(log_validation=lambda *_: None),
+        _sampling=lambda n, temperature: SamplingParams(n, temperature, 8),
+        _validates=False,
+    )
+    failed = pytest.raises(UserError, match=r'2 of 2 answers have no reward.*"tool" failed on 2.*it is away')
+    with failed:
+        RolloutWorker.validate(worker, 0)
+    for step in (1, 3):
+        assert RolloutWorker.validate(worker, step)["validation/greedy_reward"] == 1.0
+        if step == 1:
+            assert RolloutWorker.validate(worker, 2) == {}
+    assert "Step 2 has no validation: 2 of 2 answers have no reward" in caplog.text
+    assert RolloutWorker.validate(worker, 4) == {}
+    with failed:
+        RolloutWorker.validate(worker, 5)

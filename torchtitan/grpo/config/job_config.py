@@ -445,8 +445,8 @@ class Reward:
     """Longest time for one function on one answer, after which the score has failed. A group's function has as much for
     each answer."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
-    """Largest share of a step's or validation's answers whose scores or environment failed, before the run ends. In
-    training an outage may last `rollout.group_timeout_seconds` first."""
+    """Largest share of a step's or validation's answers whose scores or environment failed, before the run ends. An
+    outage may last `rollout.group_timeout_seconds` first, or one validation."""
     secrets: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY, TOKEN,
     SECRET, PASSWORD or the like are kept from worker processes."""

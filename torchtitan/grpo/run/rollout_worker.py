@@ -27,6 +27,7 @@ from torchtitan.grpo.engines.fleet_mirror import FleetMirror
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server, server_maker
 from torchtitan.grpo.environments.load import loaded_environments
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.batch import has_signal, supervised_samples
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.policy.rows import documents, encoded
@@ -114,6 +115,7 @@ class RolloutWorker:
         # Of a share: step, groups, seconds, and what the other shares need of it.
         self._held: tuple[int, list[Group], dict[str, float], Counted] | None = None
         self._prompts: dict[str, list[list[int]]] = {}  # of the newest step, by server
+        self._validates = False  # the last validation had its rewards
         rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
         self.rewards = resources.enter_context(rewards)
         self.environments = resources.enter_context(loaded_environments(config))
@@ -275,13 +277,27 @@ class RolloutWorker:
         return self.stream.is_ready()
 
     def validate(self, step: int) -> dict[str, float]:
+        """Metrics of the held-out answers. {} if the run is asked to stop, or if too many answers have no reward for
+        the first time after a validation that had them: an outage costs no run.
+
+        Raises:
+            UserError: It is not the first time.
+        """
         config = self.config
         with suppress(StopRequested):
             # It waits for servers that do not have this version yet.
             alone = not config.async_grpo.enabled and not config.grpo.oversampling
             answers = answer_held_out(self.collector, self.held_out, self._sampling(1, 0.0), step, alone)
             self.samples.log_validation(step, answers)
-            check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
+            try:
+                check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
+            except UserError as error:
+                has_worked, self._validates = self._validates, False
+                if not has_worked:
+                    raise
+                logger.error("Step %d has no validation: %s", step, error)
+                return {}
+            self._validates = True
             return validation_metrics(answers, config.reward)
         return {}
 
