@@ -353,6 +353,7 @@ ODD = {
     "a prompt with a number of NumPy's": lambda samples: put(prompt=replace(samples[0].prompt, index=np.int64(3)))(
         samples
     ),
+    "a prompt that grows": lambda samples: samples[0].prompt.token_ids.extend([1, 2]),
     "servers that are none": put(servers=[(0,)]),
     "servers in an array": put(servers=np.arange(6)),
 }
@@ -372,6 +373,7 @@ def test_what_an_environment_does_costs_its_group_once_it_has_worked(make_collec
     good, bad = collector.collect(prompts_of(2), PARAMS, "b")
     assert all(sample.reward is not None for sample in good) and all(sample.reward is None for sample in bad)
     assert all(0 < len(why) < 1000 for sample in bad for why in sample.reward_failures.values())
+    assert [len(group[0].prompt.token_ids) for group in (good, bad)] == [1, 2]
 
 
 def test_draws_of_environments_in_a_validation_follow_from_it_and_leave_no_trace(make_collector) -> None:

@@ -68,6 +68,15 @@ class GuardedEnvironment:
             EngineError, FleetError, UserError: See `Collector.collect`.
             TimeoutError: The group's time limit has passed.
         """
+        tokens = len(prompt.token_ids)
+        group = await self._samples(client, prompt, params, call)
+        if len(prompt.token_ids) == tokens:
+            return group
+        del prompt.token_ids[tokens:]  # a held-out prompt is asked again
+        why = "changed the length of prompt.token_ids, which all samples share: change a copy, list(prompt.token_ids)"
+        return self._give_up(prompt, params.n, why)
+
+    async def _samples(self, client: MakeClient, prompt: Prompt, params: SamplingParams, call: GroupCall) -> Group:
         if not self._per_sample:
             return await self._run(client(params, "", call), prompt, call)
         timeout_s = call.unlimited()
