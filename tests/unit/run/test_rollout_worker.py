@@ -47,7 +47,7 @@ def test_one_validation_in_an_outage_is_left_out_and_the_first_or_a_second_one_e
         held_out=[HeldOut("", [prompt], 1, 1.0, 8)],
         samples=SimpleNamespace(log_validation=lambda *_: None),
         _sampling=lambda n, temperature: SamplingParams(n, temperature, 8),
-        _validates=False,
+        _validation_worked=False,
     )
     failed = pytest.raises(UserError, match=r'2 of 2 answers have no reward.*"tool" failed on 2.*it is away')
     with failed:

@@ -115,7 +115,7 @@ class RolloutWorker:
         # Of a share: step, groups, seconds, and what the other shares need of it.
         self._held: tuple[int, list[Group], dict[str, float], Counted] | None = None
         self._prompts: dict[str, list[list[int]]] = {}  # of the newest step, by server
-        self._validates = False  # the last validation had its rewards
+        self._validation_worked = False  # the last one
         rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
         self.rewards = resources.enter_context(rewards)
         self.environments = resources.enter_context(loaded_environments(config))
@@ -292,12 +292,12 @@ class RolloutWorker:
             try:
                 check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
             except UserError as error:
-                has_worked, self._validates = self._validates, False
+                has_worked, self._validation_worked = self._validation_worked, False
                 if not has_worked:
                     raise
                 logger.error("Step %d has no validation: %s", step, error)
                 return {}
-            self._validates = True
+            self._validation_worked = True
             return validation_metrics(answers, config.reward)
         return {}
 
