@@ -62,17 +62,18 @@ def test_calls_have_names_seeds_and_stop_tokens_of_their_own() -> None:
     assert {p.temperature for p in params} == {0.7}
 
 
-def test_a_turn_ends_with_the_token_that_completes_a_stop_string() -> None:
+@pytest.mark.parametrize("stop", [("3!",), ["3!"], "3!"])
+def test_a_turn_ends_with_the_token_that_completes_a_stop_string(stop) -> None:
     asked = Asked(replace(PARAMS, stop=("</answer>",)))
     tokenizer = asked.client.tokenizer
     written = tokenizer("12=3!and more", add_special_tokens=False)["input_ids"]
 
     async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
-        assert params.stop == ("</answer>", "!")
+        assert params.stop == ("</answer>", "3!")
         return [Completion(list(written), [-1.0] * len(written), "length", [1] * len(written), "http://a")]
 
     client = RolloutClient(tokenizer, asked.client.params, PROMPT, ask)
-    [completion] = asyncio.run(client.generate([3, 4, 5], stop=("!",)))
+    [completion] = asyncio.run(client.generate([3, 4, 5], stop=stop))
     assert tokenizer.decode(completion.token_ids) == "12=3!"
     assert (len(completion.logprobs), len(completion.versions), completion.finish_reason) == (5, 5, "stop")
     assert completion.server == "http://a"

@@ -1,8 +1,7 @@
 """How a prompt becomes a group of samples: one answer each, or several turns of a user's environment.
 
 `[rollout] environment = "module:function"` names an `async def rollout(client, prompt)` that returns the samples of one
-group. It may call the servers through its `RolloutClient` as often as it likes. `Turns` builds a sample.
-`environments/load.py` finds it.
+group. It calls the servers through its `RolloutClient`. `Turns` builds a sample. `environments/load.py` finds it.
 """
 
 import itertools
@@ -69,7 +68,7 @@ class RolloutClient:
         n: int = 1,
         max_tokens: int | None = None,
         stop_token_ids: tuple[int, ...] = (),
-        stop: tuple[str, ...] = (),
+        stop: tuple[str, ...] | str = (),
         seed: int | None = None,
         session: str = "",
     ) -> list[Completion]:
@@ -92,7 +91,8 @@ class RolloutClient:
         if left <= 0:
             return [Completion([], [], "length", []) for _ in range(n)]
         seed = derived if seed is None else seed
-        tokens, texts = (*self.params.stop_token_ids, *stop_token_ids), (*self.params.stop, *stop)
+        tokens, texts = (*self.params.stop_token_ids, *stop_token_ids), self.params.stop
+        texts += (stop,) if isinstance(stop, str) else tuple(stop)  # OpenAI's clients take one text, too
         params = replace(self.params, n=n, max_tokens=left, stop_token_ids=tokens, stop=texts, seed=seed)
         completions = await self._ask(token_ids, params, f"-turn{call}" if call else "", session)
         return [cut_at_stop(completion, texts, self._decode) for completion in completions] if texts else completions
