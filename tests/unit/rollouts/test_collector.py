@@ -689,6 +689,26 @@ def test_an_environment_that_fails_costs_its_group_and_is_named(make_collector, 
     assert in_flight(collector) == [0, 0]
 
 
+@pytest.mark.parametrize("error", [KeyError("tool"), FleetError("too few servers")])
+def test_of_a_task_group_of_an_environment_the_first_error_counts(make_collector, error) -> None:
+    async def tool() -> None:
+        raise error
+
+    async def failing(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        async with asyncio.TaskGroup() as tools:
+            tools.create_task(tool())
+        return []
+
+    collector = make_collector(environment=failing)
+    if isinstance(error, FleetError):
+        with pytest.raises(FleetError, match="too few servers"):
+            collector.collect(prompts_of(1), PARAMS, "a")
+    else:
+        [[sample, *_]] = collector.collect(prompts_of(1), PARAMS, "a")
+        said = sample.reward_failures["tests:rollout"]
+        assert said.startswith("raised KeyError: 'tool' (") and said.endswith(" in tool)")
+
+
 @pytest.mark.parametrize(
     ("result", "said"),
     [

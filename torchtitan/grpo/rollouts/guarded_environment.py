@@ -110,7 +110,7 @@ class GuardedEnvironment:
     async def _play(self, client: RolloutClient, prompt: Prompt, call: GroupCall) -> Group:
         try:
             async with self._place(call):  # also while it is left, and cleans up
-                with renamed(KEY, self.key), self._counted():
+                with renamed(KEY, self.key), self._counted(), _ungrouped():
                     returned = self._environment(client, prompt)
                     samples = await returned if inspect.isawaitable(returned) else returned
         except (EngineError, FleetError, UserError) as error:
@@ -166,6 +166,18 @@ class GuardedEnvironment:
             message = "%s = %r failed (%d times so far), and prompt %d is given up: it %s"
             logger.warning(message, self.key, self.name, self._failures, prompt.index, failure)
         return [Sample(prompt, [], [], [], "abort", reward_failures={self.name: failure}) for _ in range(samples)]
+
+
+@contextlib.contextmanager
+def _ungrouped() -> Iterator[None]:
+    """Raise the first error of an `asyncio.TaskGroup` in its place: a server's passes, and others say what failed."""
+    try:
+        yield
+    except BaseExceptionGroup as raised:
+        error: BaseException = raised
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 @dataclass(frozen=True)
