@@ -22,6 +22,7 @@ from tests.helpers import TINY_QWEN3, Unspeakable
 from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.files import no_files_left
 from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet
@@ -39,6 +40,7 @@ from torchtitan.grpo.rollouts.collector import Ask, Collector, decoded
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
+from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.rollouts.places import HOLD_S
 from torchtitan.grpo.rollouts.silence import LOOK_S, REPLY_S
 from torchtitan.grpo.run.rollout_worker import RolloutWorker
@@ -80,6 +82,9 @@ class AnswerLength:
         for sample in samples:
             sample.rewards = {"length": float(len(sample.text))}
             sample.reward = sample.rewards["length"]
+
+    def find_finals(self, samples: list[Sample]) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -826,6 +831,22 @@ def test_a_held_out_set_is_answered_by_its_own_environment(make_collector) -> No
     assert {cohort is None for _, cohort in both.fleet.servers[0].client.asked[-1:]} == {False}
     with pytest.raises(UserError, match=r"^\[\[validation.sets\]\] \"wrong\" environment = 'tests:wrong' must return"):
         answers(both, "wrong")
+
+
+def test_what_an_environment_writes_into_a_held_out_row_is_for_one_group(make_collector) -> None:
+    async def plays(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        prompt.columns["state"].append("moved")
+        samples = await single_turn(client, prompt)
+        for sample in samples:
+            sample.reward = float(len(prompt.columns["state"]))
+        return samples
+
+    collector = make_collector(environment=plays)
+    prompts = [replace(prompt, columns={"state": []}) for prompt in prompts_of(2)]
+    for _ in range(2):
+        [answers] = answer_held_out(collector, [HeldOut("", prompts, 2, 1.0, 4)], PARAMS)
+        assert {sample.reward for group in answers.groups for sample in group} == {1.0}
+    assert [prompt.columns for prompt in prompts] == [{"state": []}] * 2
 
 
 def test_an_environment_may_ask_several_times_at_once(make_collector, tokenizer) -> None:

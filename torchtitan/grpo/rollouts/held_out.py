@@ -1,5 +1,6 @@
 """Answers to held-out prompts, for a run's validation and for `torchtitan-grpo evaluate`."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
@@ -24,8 +25,10 @@ def answer_held_out(
         of_set = f"-{each.name}" if each.name else ""
         greedy = replace(params, n=1, temperature=0.0, max_tokens=each.max_answer_tokens, first=True)
         sampled = replace(greedy, n=each.samples, temperature=each.temperature, top_p=each.top_p)
-        asks.append(Ask(each.prompts, greedy, f"greedy{of_set}", min_version, each.name))
-        asks.append(Ask(each.prompts, sampled, f"validation{of_set}", min_version, each.name))
+        for how, tag in ((greedy, "greedy"), (sampled, "validation")):
+            # What an environment writes into a row's columns is for one group, and not for the next validation.
+            prompts = [replace(prompt, columns=deepcopy(prompt.columns)) for prompt in each.prompts]
+            asks.append(Ask(prompts, how, f"{tag}{of_set}", min_version, each.name))
     answered = iter(collector.collect_all(asks, alone))
     answers = [HeldOutAnswers(each, next(answered), next(answered)) for each in sets]
     collector.rewards.find_finals([sample for each in answers for group in each.groups for sample in group])
