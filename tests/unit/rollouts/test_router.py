@@ -5,7 +5,8 @@ import gc
 import weakref
 from types import SimpleNamespace
 
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.places import Places
