@@ -310,6 +310,20 @@ def test_the_export_beside_a_checkpoint_is_its_model(tmp_path):
     assert card.data.library_name == "transformers" and "after 2 steps of GRPO" in card.text
 
 
+def test_an_export_names_the_weights_that_float16_does_not_hold(tmp_path, caplog):
+    trainer = TinyTrainer(tmp_path, export_dtype="float16")
+    trainer.checkpointer.save(1)
+    assert "float16" not in caplog.text
+    with torch.no_grad():
+        trainer.model.layers["1"].feed_forward.w2.weight[3, 5] = 65_536
+    trainer.checkpointer.save(2)
+    assert "of step 2 are too large for float16 and infinite in its export hf: model.layers.1.mlp.down" in caplog.text
+    assert '[checkpoint] export_dtype = "bfloat16" or "float32"' in caplog.text
+    exact = trainer.digest()
+    resumed = TinyTrainer(tmp_path, resume=True)
+    assert resumed.checkpointer.load_latest() == 2 and resumed.digest() == exact
+
+
 @pytest.mark.parametrize("async_mode, dtype", [("disabled", "bfloat16"), ("disabled", "float16"), ("async", "float16")])
 def test_the_export_of_a_policy_with_rounded_weights_has_them(tmp_path, async_mode, dtype):
     trainer = TinyTrainer(tmp_path, export_dtype=dtype, async_mode=async_mode)

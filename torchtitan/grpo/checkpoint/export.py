@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from torchtitan.grpo.model.finite import is_finite
 from torchtitan.grpo.model.source import ModelSource
+from torchtitan.grpo.model.weight_files import WeightFile
 
 _PART_BYTES = 1 << 30
 
@@ -33,6 +35,15 @@ def read_full(folder: Path, model: dict[str, Tensor], dtype: torch.dtype | None 
         _load_state_dict({"model": part}, FileSystemReader(folder), planner=DefaultLoadPlanner(), no_dist=True)
         full |= {name: value.to(dtype or value.dtype) for name, value in part.items()}
     return full
+
+
+def infinite_in(folder: Path) -> list[str]:
+    """Names of the tensors in a folder's safetensors files that are infinite or NaN."""
+    names: list[str] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with WeightFile(path, language_model=False) as file:
+            names += [name for name in file.names if not is_finite(file.get_tensor(name))]
+    return names
 
 
 def _parts(model: dict[str, Tensor]) -> Iterator[list[str]]:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.grpo.checkpoint.export import read_full, read_hf
+from torchtitan.grpo.checkpoint.export import infinite_in, read_full, read_hf
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured
 from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
@@ -21,6 +21,7 @@ from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter
 from torchtitan.grpo.model.rounded_weights import RoundedLinear, round_exported
 from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
+from torchtitan.tools.logging import logger
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,13 @@ class Writer:
                     if rounds:
                         round_exported(full, source, dtype)
                     write_hf(full, source, folder, self._tokenizer)
+                if dtype == torch.float16 and (names := infinite_in(folder)):
+                    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                    logger.warning(
+                        f"checkpoint: weights of step {taken.step} are too large for float16 and infinite in its "
+                        f"export {name}: {', '.join(names[:3])}{others}. The checkpoint itself is exact. Set "
+                        '[checkpoint] export_dtype = "bfloat16" or "float32"'
+                    )
 
         full = together.collectively(f"gathering for {folder}", gather) if taken.host_copy is None else None
         together.locally(f"writing {folder}", lambda: write(full))
