@@ -388,6 +388,7 @@ MATH_REFERENCES = {
     r"10,080": ["10", "80"],
     r"1{,}234{,}567": ["1", "234", "567"],
     r"\$32{,}348": ["32", "348"],
+    r"10\,000": ["10", "0", "10,001"],
     r"2^{10}": ["2", "10"],
     r"\log_2 5": ["2", "5"],
     r"11\sqrt2": ["11", "2"],
@@ -424,6 +425,9 @@ def test_math_verify_reads_references_as_in_math():
         texts = [form % answer for answer in (reference.replace("\n", ""), *wrong) for form in forms]
         samples += make_samples(*texts, answer=reference)
         scores += [1.0] * len(forms) + [0.0] * len(wrong) * len(forms)
+    for number in ("1 234 567", r"1\,234\,567", "1~234~567", "1\N{NARROW NO-BREAK SPACE}234\N{THIN SPACE}567"):
+        samples += make_samples(*(form % number for form in forms), answer="1,234,567")
+        scores += [1.0] * len(forms)
     with RewardRunner(Reward(functions=["math_verify"], workers=1)) as runner:
         runner.score(samples)
         assert not runner.failures

@@ -24,7 +24,7 @@ from typing import Any
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, shown
 from torchtitan.grpo.process.import_path import import_function, load_function, signature, source
-from torchtitan.grpo.rewards.final_number import DIGITS_MAX, TEXT_COMMAND, last_number
+from torchtitan.grpo.rewards.final_number import DIGITS_MAX, GROUPED, SEPARATOR, TEXT_COMMAND, last_number
 
 RewardFunction = Callable[..., Any]
 DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")
@@ -199,10 +199,11 @@ def _parse_math(text: str) -> list[Any]:
     """What Math-Verify reads in `text`. It finds LaTeX inside delimiters only, and elsewhere just plain numbers.
 
     So a text without delimiters is read as LaTeX in whole. Words are no LaTeX: text with words is searched first, and
-    a number is never picked out of bare LaTeX: `2\\sqrt{3}` is not 2.
+    a number is never picked out of bare LaTeX: `2\\sqrt{3}` is not 2. Math-Verify takes `$10 000$` for 10 times 0.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+    text = GROUPED.sub(lambda number: number[0].replace(" ", ""), SEPARATOR.sub("", text))
     latex = [LatexExtractionConfig()]
     anything = [*latex, ExprExtractionConfig()]
     searched = (text, latex if COMMAND.search(text) else anything)
