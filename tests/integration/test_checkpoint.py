@@ -310,6 +310,20 @@ def test_the_export_beside_a_checkpoint_is_its_model(tmp_path):
     assert card.data.library_name == "transformers" and "after 2 steps of GRPO" in card.text
 
 
+def test_the_export_of_experts_that_is_written_in_the_background_is_that_of_the_run(tmp_path, monkeypatch):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    for key, value in {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **experts}.items():
+        monkeypatch.setitem(TINY, key, value)
+    exported = []
+    for mode in ("disabled", "async"):
+        trainer = TinyTrainer(tmp_path / mode, export_dtype="bfloat16", async_mode=mode)
+        trainer.checkpointer.save(1)
+        trainer.checkpointer.finish()
+        folder = trainer.checkpointer.folder / "step-1" / "hf"
+        exported.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    assert all(torch.equal(value, exported[1][name]) for name, value in exported[0].items())
+
+
 def test_an_export_names_the_weights_that_float16_does_not_hold(tmp_path, caplog):
     trainer = TinyTrainer(tmp_path, export_dtype="float16")
     trainer.checkpointer.save(1)

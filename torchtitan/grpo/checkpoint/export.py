@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from torchtitan.grpo.model.finite import is_finite
-from torchtitan.grpo.model.source import ModelSource
+from torchtitan.grpo.model.source import ModelSource, by_hf_name
 from torchtitan.grpo.model.weight_files import WeightFile
 
 _PART_BYTES = 1 << 30
@@ -23,7 +23,11 @@ def read_hf(folder: Path, model: dict[str, Tensor], source: ModelSource, dtype: 
         model: The model's state dict, for names, shapes and dtypes.
     """
     own = {name: value for name, value in model.items() if not (source.tied and name == source.family.output_name)}
-    return source.adapter.to_hf(read_full(folder, own, dtype))
+    full = read_full(folder, own, dtype)
+    tensors: dict[str, Tensor] = {}
+    for name in own:
+        tensors |= by_hf_name(source, name, full.pop(name))
+    return tensors
 
 
 def read_full(folder: Path, model: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -316,11 +316,17 @@ def gather_hf(model: nn.Module, source: ModelSource, dtype: torch.dtype) -> dict
     tensors: dict[str, torch.Tensor] = {}
     for name, value in _gathered(model, source):
         if _is_writer():
-            # They are copied: what is gathered from uneven shards is a view of padded storage, and single experts are
-            # views of all, which safetensors refuses.
-            converted = source.adapter.to_hf({name: value.to("cpu", dtype)})
-            tensors |= {hf_name: each.clone() for hf_name, each in converted.items()}
+            tensors |= by_hf_name(source, name, value.to("cpu", dtype))
     return tensors
+
+
+def by_hf_name(source: ModelSource, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What one of torchtitan's tensors is outside, each with storage of its own.
+
+    What is gathered from uneven shards is a view of padded storage, and single experts are views of all, which
+    safetensors refuses.
+    """
+    return {hf_name: each.clone() for hf_name, each in source.adapter.to_hf({name: value}).items()}
 
 
 def write_hf(
