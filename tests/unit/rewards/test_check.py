@@ -1,6 +1,7 @@
 """What is noticed before a run starts, and when it must end: functions that give no score."""
 
 import sys
+from textwrap import dedent
 
 import pytest
 
@@ -89,6 +90,9 @@ def of_trl(prompts, completions, **kwargs):
 def of_trl_in_short(completions, **kwargs):
     return [1.0 for _ in completions]
 
+async def of_trl_async(completions, **kwargs):
+    return [1.0 for _ in completions]
+
 @functools.wraps(of_trl)
 def wraps_trl(answers, prompt):
     return of_trl([], answers)
@@ -110,13 +114,13 @@ GIVE_NO_SCORE = {
     "text": "returned '1.0': return one finite number",
     "pair": "returned (1.0, 0.5): return one finite number on every path. Name several functions",
     "dictionary": "returned {{'score': 1.0}}: return one finite number",
-    "not_awaited": "returned a coroutine that was not awaited: write it as `async def`",
+    "not_awaited": "returned a coroutine that was not awaited: `await` it in an `async def`",
     "awaited_none": "returned None: return one finite number on every path",
     "hangs": "took longer than [reward] timeout_seconds = 1.0",
     "exits": "ended its process with exit code 7",
     "one_for_all": "returned 1.0: its first parameter is named `answers`, so return a list of 3 numbers",
     "too_few": "returned 1 scores for 3 answers: its first parameter is named `answers`",
-    "not_awaited_group": "returned a coroutine that was not awaited: write it as `async def`",
+    "not_awaited_group": "returned a coroutine that was not awaited: `await` it in an `async def`",
 }
 GIVE_SOME = ["judge", "only_the_reference", "only_the_second_prompt", "only_some_of_a_group", "awaited_group"]
 GIVE_SOME += ["solution_first", "wraps_a_pair", "wraps_trl", "group_behind_a_wrapper"]
@@ -154,11 +158,16 @@ def test_a_function_that_scores_any_answer_passes(problems):
     assert len(problems) == len(GIVE_NO_SCORE)
 
 
-@pytest.mark.parametrize("name", ["of_trl", "of_trl_in_short"])
+@pytest.mark.parametrize("name", ["of_trl", "of_trl_in_short", "of_trl_async"])
 def test_a_function_of_trl_is_refused_with_one_that_calls_it(name, file):
     with pytest.raises(UserError, match=r"signature of TRL(.|\n)*def for_grpo\(answers, prompt\)") as caught:
         RewardRunner(Reward(functions=[f"tried_rewards:{name}"]))
     assert f"{file}:" in str(caught.value)
+    example = str(caught.value).partition("for example:")[2]
+    text = f"from tried_rewards import {name} as trl_function\n{dedent(example)}"
+    (file.parent / f"around_{name}.py").write_text(text)
+    with RewardRunner(Reward(functions=[f"around_{name}:for_grpo"], workers=1)) as runner:
+        runner.check(PROMPTS)
 
 
 def test_an_environments_run_begins_with_a_warning(file, caplog):

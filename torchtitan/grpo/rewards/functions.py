@@ -23,7 +23,7 @@ from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, shown
-from torchtitan.grpo.process.import_path import import_function, load_function, signature, source
+from torchtitan.grpo.process.import_path import import_function, is_async, load_function, signature, source
 from torchtitan.grpo.rewards.final_number import DIGITS_MAX, GROUPED, SEPARATOR, TEXT_COMMAND, last_number
 
 RewardFunction = Callable[..., Any]
@@ -108,10 +108,10 @@ def resolve(name: str) -> RewardFunction:
     function = import_function(key, name)
     names, found = _parameters(function), f'{key}: "{name}" ({source(function)})'
     if "completions" in names:
-        raise UserError(f"{found} has the signature of TRL. {_AROUND}{_AS_TRL}")
+        raise UserError(f"{found} has the signature of TRL. {_around(function, _AS_TRL)}")
     if _OF_VERL.keys() & names[:2] and names[1:2] != ["prompt"]:
         given = ", ".join(f"{parameter}={_OF_VERL[parameter]}" for parameter in names if parameter in _OF_VERL)
-        raise UserError(f"{found} has the signature of verl. {_AROUND}{_AS_VERL.format(given)}")
+        raise UserError(f"{found} has the signature of verl. {_around(function, _AS_VERL.format(given))}")
     if names[:1] == ["prompt"]:  # it would compare the answer with a row, and give 0 to all
         raise UserError(f"{found} has the prompt first: write (answer, prompt)")
     if _REFERENCES & set(names[1:2]):  # so would this one
@@ -121,7 +121,12 @@ def resolve(name: str) -> RewardFunction:
     return load_function(key, name, "answer", "prompt")
 
 
-_AROUND = "Name a function that calls it with what it expects, for example:"
+def _around(function: RewardFunction, example: str) -> str:
+    if is_async(function):
+        example = example.replace("def ", "async def ").replace("return ", "return await ")
+    return f"Name a function that calls it with what it expects, for example:{example}"
+
+
 _AS_TRL = """
     def for_grpo(answers, prompt):
         columns = {name: [value] * len(answers) for name, value in prompt.columns.items()}
@@ -153,7 +158,7 @@ def checked(value: Any) -> float:
     """
     if inspect.isawaitable(value):
         getattr(value, "close", lambda: None)()  # else Python warns that it was never awaited
-        raise ValueError(f"returned a {type(value).__name__} that was not awaited: write it as `async def`")
+        raise ValueError(f"returned a {type(value).__name__} that was not awaited: `await` it in an `async def`")
     number = math.nan
     if hasattr(value, "__float__"):
         with contextlib.suppress(Exception):  # an array of several numbers, an integer over float64
