@@ -425,9 +425,12 @@ def test_math_verify_reads_references_as_in_math():
         texts = [form % answer for answer in (reference.replace("\n", ""), *wrong) for form in forms]
         samples += make_samples(*texts, answer=reference)
         scores += [1.0] * len(forms) + [0.0] * len(wrong) * len(forms)
-    for number in ("1 234 567", r"1\,234\,567", "1~234~567", "1\N{NARROW NO-BREAK SPACE}234\N{THIN SPACE}567"):
-        samples += make_samples(*(form % number for form in forms), answer="1,234,567")
-        scores += [1.0] * len(forms)
+    spaces = ("1 234 567", r"1\,234\,567", "1~234~567", "1\N{NARROW NO-BREAK SPACE}234\N{THIN SPACE}567")
+    for number in (*spaces, r"1{,}234{,}567", r"1,\!234,\!567"):
+        for reference, score in (("-1,234,567", 1.0), ("-1", 0.0), ("1,234,567", 0.0)):
+            texts = [form % f"\N{MINUS SIGN}{number}" for form in (*forms, "Answer: %s")]
+            samples += make_samples(*texts, answer=reference)
+            scores += [score] * len(texts)
     with RewardRunner(Reward(functions=["math_verify"], workers=1)) as runner:
         runner.score(samples)
         assert not runner.failures

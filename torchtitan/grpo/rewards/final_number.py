@@ -23,7 +23,7 @@ SPELLINGS |= dict.fromkeys(
     ["\N{NO-BREAK SPACE}", "\N{THIN SPACE}", "\N{NARROW NO-BREAK SPACE}", "\\,", "\\ ", "~"], " "
 )
 """What is read as something else."""
-SEPARATOR = re.compile(r"(?<=\d)(?:\\[, ]|[~_\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))")
+SEPARATOR = re.compile(r"(?<=\d)(?:\\[, ]|\{,\}|,\\!|[~_\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))")
 """Between the groups of a number's digits, and never between two numbers."""
 SPACED_SIGN = re.compile(r"((?:=|\\approx|\N{ALMOST EQUAL TO}|####|\\boxed\{)[ *$({]*[-+]) +(?=[\d.\\$€£¥])")
 """Of a number that begins there, as in `x = - 5`. Elsewhere it may be a minus, a dash or an item of a list."""

@@ -204,11 +204,13 @@ def _parse_math(text: str) -> list[Any]:
     """What Math-Verify reads in `text`. It finds LaTeX inside delimiters only, and elsewhere just plain numbers.
 
     So a text without delimiters is read as LaTeX in whole. Words are no LaTeX: text with words is searched first, and
-    a number is never picked out of bare LaTeX: `2\\sqrt{3}` is not 2. Math-Verify takes `$10 000$` for 10 times 0.
+    a number is never picked out of bare LaTeX: `2\\sqrt{3}` is not 2. Math-Verify takes `$10 000$` for 10
+    times 0, and knows `{,}` and the minus sign of Unicode in LaTeX only.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    text = GROUPED.sub(lambda number: number[0].replace(" ", ""), SEPARATOR.sub("", text))
+    text = SEPARATOR.sub("", text).replace("\N{MINUS SIGN}", "-")
+    text = GROUPED.sub(lambda number: number[0].replace(" ", ""), text)
     latex = [LatexExtractionConfig()]
     anything = [*latex, ExprExtractionConfig()]
     searched = (text, latex if COMMAND.search(text) else anything)
