@@ -6,8 +6,8 @@ import weakref
 from types import SimpleNamespace
 
 from torchtitan.grpo.engines.fleet import Fleet
-from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.engines.server import Server
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.places import Places
 from torchtitan.grpo.rollouts.router import Router
