@@ -431,6 +431,10 @@ def test_math_verify_reads_references_as_in_math():
             texts = [form % f"\N{MINUS SIGN}{number}" for form in (*forms, "Answer: %s")]
             samples += make_samples(*texts, answer=reference)
             scores += [score] * len(texts)
+    for product, value in {"2^3 100": "800", r"2^3\,100": "800", "a_1 100": "100 a_1", r"a_1\,100": "100 a_1"}.items():
+        samples += make_samples(*(form % product for form in forms[:3]), answer=value)
+        samples += make_samples(f"${value}$", answer=product)
+        scores += [1.0] * 4
     with RewardRunner(Reward(functions=["math_verify"], workers=1)) as runner:
         runner.score(samples)
         assert not runner.failures

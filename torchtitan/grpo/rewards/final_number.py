@@ -23,16 +23,18 @@ SPELLINGS |= dict.fromkeys(
     ["\N{NO-BREAK SPACE}", "\N{THIN SPACE}", "\N{NARROW NO-BREAK SPACE}", "\\,", "\\ ", "~"], " "
 )
 """What is read as something else."""
-SEPARATOR = re.compile(r"(?<=\d)(?:\\[, ]|\{,\}|,\\!|[~_\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))")
-"""Between the groups of a number's digits, and never between two numbers."""
+SEPARATOR = re.compile(
+    r"(?<=\d)(?<!\^\d)(?<![A-Za-z]_\d)(?:\\[, ]|\{,\}|,\\!|[~_\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))"
+)
+"""Between the groups of a number's digits, and never between two numbers, as in `2^3\\,100`."""
 SPACED_SIGN = re.compile(r"((?:=|\\approx|\N{ALMOST EQUAL TO}|####|\\boxed\{)[ *$({]*[-+]) +(?=[\d.\\$€£¥])")
 """Of a number that begins there, as in `x = - 5`. Elsewhere it may be a minus, a dash or an item of a list."""
 _TIMES = r"\\times|\\cdot|[*x\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}\N{DOT OPERATOR}]"
 TIMES_TEN = re.compile(rf"(?<=\d) ?(?:{_TIMES}) ?(?=10\^)")
 CURRENCY = re.compile(r"(?<![A-Za-z])(?:AUD|CAD|CHF|CNY|EUR|GBP|INR|JPY|RMB|USD|Rs\.?)(?=\d)")
-_GROUPED = r"(?<![\d.,/])(?<!\d )\d{1,3}(?:%s)(?! ?[\d/])"
+_GROUPED = r"(?<![\d.,/^])(?<![A-Za-z]_)(?<!\d )\d{1,3}(?:%s)(?! ?[\d/])"
 GROUPED = re.compile(_GROUPED % r"(?: \d{3})+")
-"""Digits with spaces between them, such as `10 000`."""
+"""Digits with spaces between them, such as `10 000`. `2^3 100` and `a_1 100` are products."""
 GROUPED_IN_TEXT = re.compile(_GROUPED % r" 000| \d{3}(?: \d{3})+| \d{3}(?! ?[A-Za-z])")
 """Those that are one number in any text: `5 200 g bags` has two."""
 FOOTNOTE = re.compile(r"(?:(?:(?<=[\d%°}])|(?<=\d\$)) ?|(?<=[.)]))(?:\[\d{1,2}(?:, ?\d{1,2})*\] ?)+")
