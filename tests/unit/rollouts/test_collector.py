@@ -358,6 +358,7 @@ ODD = {
     "a prompt with a number of NumPy's": lambda samples: put(prompt=replace(samples[0].prompt, index=np.int64(3)))(
         samples
     ),
+    "a version far below 0 of a given token": put(versions=[-(2**40)] + [2] * 5, loss_mask=[False] + [True] * 5),
     "a prompt that grows": lambda samples: samples[0].prompt.token_ids.extend([1, 2]),
     "servers that are none": put(servers=[(0,)]),
     "servers in an array": put(servers=np.arange(6)),

@@ -309,7 +309,7 @@ def _check_values(sample: Sample, own: list[int], where: str) -> None:
     """What an environment may have written itself, with the prompt's ids if it is its own: arrays become lists."""
     firsts, servers = zip(*sample.servers, strict=True) if len(sample.servers) else ((), ())
     numbers = [*own, *sample.token_ids, *sample.versions, *firsts, sample.prompt.index]
-    if not set(map(type, numbers)) <= {int} or max(numbers) >= 2**31:
+    if not set(map(type, numbers)) <= {int} or not -(2**31) <= min(numbers) <= max(numbers) < 2**31:
         raise UserError(f"{where}: token ids and versions of a sample must be whole numbers of 32 bits")
     sample.logprobs = list(map(float, sample.logprobs))
     sample.loss_mask = None if sample.loss_mask is None else list(map(bool, sample.loss_mask))
