@@ -250,6 +250,15 @@ def test_rewards_of_another_type_are_refused(reward: object) -> None:
             check([Sample(PROMPT, [1], [0.1], [1], "stop", **fields)], 10)
 
 
+def test_a_field_that_is_no_text_is_named_without_the_others() -> None:
+    long = replace(PROMPT, text="word " * 40_000)
+    servers = [(0, "http://a")] * 12
+    for prompt, finish_reason, said in ((long, None, "None"), (replace(long, answer=72), "stop", "72")):
+        with pytest.raises(UserError, match=f"must be texts, not {said}$") as raised:
+            check([Sample(prompt, [1], [0.1], [1], finish_reason, servers=servers)], 10)
+        assert len(str(raised.value)) < 300
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e39])
 def test_what_an_episode_may_cause_costs_no_more_than_itself(bad: float) -> None:
     def sample(**fields: object) -> Sample:

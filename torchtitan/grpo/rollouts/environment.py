@@ -318,10 +318,10 @@ def _check_values(sample: Sample, own: list[int], where: str) -> None:
         raise ValueError("a sample with a log-probability that is not finite, or that no token has")
     texts = [sample.finish_reason, *servers, *sample.rewards, *itertools.chain(*sample.reward_failures.items())]
     texts += [sample.prompt.text, sample.prompt.answer, sample.prompt.source, *sample.prompt.functions]
-    if not all(isinstance(text, str) for text in texts):
+    if wrong := [text for text in texts if not isinstance(text, str)]:
         raise UserError(
             f"{where}: finish_reason, names of rewards, and what reward_failures, servers and prompt of a sample say "
-            f"must be texts, not {texts[:9]}"
+            f"must be texts, not {shown(wrong[0])}"
         )
 
 
