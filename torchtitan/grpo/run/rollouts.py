@@ -128,7 +128,8 @@ class Absent:
         return False
 
     def validate(self, step: int) -> dict[str, float]:
-        """Answer held-out prompts, greedily and sampled, by this step's weights or newer ones. {} if it is stopped."""
+        """Answer held-out prompts, greedily and sampled, by this step's weights or newer ones. {} if it is stopped, or
+        left out in an outage."""
         return {}
 
     def metrics(self, reports: list[SyncReport], step_s: float) -> dict[str, float]:
