@@ -13,11 +13,13 @@ from tests.helpers import COMMAND, ROOT, TINY_QWEN3
 from torchtitan.grpo.commands import serve as command
 
 MODEL = "Qwen/Qwen3-0.6B"
+with socket.create_server(("127.0.0.1", 0)) as free:
+    PORT = str(free.getsockname()[1])  # at the default one, whoever runs the tests may have a server
 
 
 def serve(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    own = os.environ | environment
-    return subprocess.run([*COMMAND, "serve", *words], cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)
+    command, own = [*COMMAND, "serve", *words, "--port", PORT], os.environ | environment
+    return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -67,10 +69,10 @@ def pretend_vllm(bare_python, tmp_path):
 
 
 def test_serve_calls_a_new_vllm_on_cpu(pretend_vllm):
-    result = pretend_vllm(MODEL, "--cpu", "--port", "8001", "--seed", "3", entrypoints="enable_scale_out = False")
+    result = pretend_vllm(MODEL, "--cpu", "--seed", "3", entrypoints="enable_scale_out = False")
     assert result.returncode == 0, result.stderr
     flags, (dev_mode, devices, flashinfer) = json.loads(result.stdout)
-    assert flags[:6] == ["--model", MODEL, "--host", "127.0.0.1", "--port", "8001"]
+    assert flags[:6] == ["--model", MODEL, "--host", "127.0.0.1", "--port", PORT]
     assert json.loads(flags[flags.index("--weight-transfer-config") + 1]) == {"backend": "torchtitan_grpo"}
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert flags[flags.index("--dtype") + 1] == "float32"
@@ -108,7 +110,7 @@ def test_serve_guards_an_exposed_vllm_by_a_key_that_nobody_sees(pretend_vllm):
         (["--host="], ["opens the server to other machines"]),
         (["--api-key", "hush"], ["ps", "_API_KEY"]),
         (["--api_key=hush"], ["ps", "_API_KEY"]),
-        (["--host", "::", "--expose"], ["warning: --expose without"]),  # then stops at a Python without the engine
+        (["--host", "0.0.0.0", "--expose"], ["warning: --expose without"]),  # then stops at a Python without the engine
     ],
     ids=lambda value: " ".join(value),
 )
@@ -200,10 +202,10 @@ def pretend_sglang(bare_python, tmp_path):
 
 
 def test_serve_calls_sglang_on_cpu(pretend_sglang):
-    result = pretend_sglang(MODEL, "--cpu", "--port", "8001", "--max-total-tokens", "99", CUDA_VISIBLE_DEVICES="0")
+    result = pretend_sglang(MODEL, "--cpu", "--max-total-tokens", "99", CUDA_VISIBLE_DEVICES="0")
     assert result.returncode == 0, result.stderr
     flags, _, environment = json.loads(result.stdout)
-    assert flags[:6] == ["--model-path", MODEL, "--host", "127.0.0.1", "--port", "8001"]
+    assert flags[:6] == ["--model-path", MODEL, "--host", "127.0.0.1", "--port", PORT]
     assert flags[flags.index("--device") + 1] == "cpu"
     assert flags[flags.index("--dtype") + 1] == "float32"
     assert "--skip-tokenizer-init" in flags and "--api-key" not in flags

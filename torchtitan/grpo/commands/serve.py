@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(words: list[str]) -> int:
     try:
         command, port = _parsed(words)
+        _check_port(command.host, port)
         argv, environment = command.argv(port, command.engine_folder()), command.environment()
     except ServerCommandError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -61,7 +62,6 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
     add_arguments(parser)
     given, flags = parser.parse_known_args(words)
     check_exposure(given.host, given.expose, f"Export {key}")
-    _check_port(given.host, given.port)
     if not (os.path.exists(given.model) or _ELSEWHERE.fullmatch(given.model) or _is_cached(given.model)):
         where = "" if os.path.isabs(given.model) else f" in {os.getcwd()}"
         raise ServerCommandError(
