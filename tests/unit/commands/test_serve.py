@@ -145,6 +145,12 @@ def test_serve_refuses_what_is_neither_a_folder_nor_a_name_of_the_hub(engine, mo
     assert said.startswith(f"error: {model!r} is no folder") and "Give a folder with config.json" in said
 
 
+def test_serve_refuses_a_key_that_no_request_can_have(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_API_KEY", "secret\n")
+    assert command.main(["vllm", MODEL]) == 2
+    assert capsys.readouterr().err.startswith("error: VLLM_API_KEY holds what no HTTP header can carry, such as")
+
+
 def test_serve_names_the_model_in_a_checkpoint(tmp_path, capsys):
     assert command.main(["vllm", str(tmp_path)]) == 2
     assert f"'{tmp_path}' has no config.json: give a folder with config.json and a tok" in capsys.readouterr().err

@@ -91,6 +91,7 @@ def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
         ("accepted", {"depht": 3}, r'environment_args has "depht", which .*:accepted does not take.* "depth"'),
         ("accepted", {"prompt": 3}, r'has "prompt", which .*:accepted does not take: it takes depth'),
         ("openenv:http://a", {"url": "http://b"}, r'has "url", which openenv:http://a does not take: it takes prompt,'),
+        ("openenv:http://a", {"api_key_env": "OF_A_FILE"}, r'api_key_env = "OF_A_FILE" holds what no HTTP header can'),
         ("Exits", {}, r"raised SystemExit: please set MY_DATA \(.*test_load.py:\d+ in __init__\)"),
         (
             "Silent",
@@ -102,7 +103,10 @@ def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
         ("Sums", {"largest": 3, "sign": "-"}, r"raised OSError: no table of - \(.*test_load.py:\d+ in __init__\)"),
     ],
 )
-def test_arguments_that_it_does_not_take_are_refused(name: str, arguments: dict[str, Any], said: str) -> None:
+def test_arguments_that_it_does_not_take_are_refused(
+    name: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_A_FILE", "secret\n")
     with pytest.raises(UserError, match=said):
         load(name if ":" in name else f"{__name__}:{name}", **arguments)
 

@@ -299,6 +299,7 @@ def test_a_python_without_the_engine_is_refused(tmp_path: Path, monkeypatch: pyt
         (["--host", "10.0.0.7"], "opens the server to other machines"),
         (["--host", "0.0.0.0", "--expose"], "no address that a trainer can use"),
         (["--api_key_env", "NOT_SET"], "NOT_SET is not set"),
+        (["--api_key_env", "OF_A_FILE"], "OF_A_FILE holds what no HTTP header can carry"),
         (["--replicas", "0"], "at least 1"),
         (["--urls_file", ""], "--urls_file . is a folder: name the file to write"),
         (["--start_timeout_seconds", "nan"], "--start_timeout_seconds must be over 0"),
@@ -307,7 +308,8 @@ def test_a_python_without_the_engine_is_refused(tmp_path: Path, monkeypatch: pyt
         (["--", "--tensor_parallel_size", "2"], "--tensor-parallel-size after -- is what this command sets"),
     ],
 )
-def test_the_command_refuses(words, says, capsys):
+def test_the_command_refuses(words, says, capsys, monkeypatch):
+    monkeypatch.setenv("OF_A_FILE", "secret\n")
     with pytest.raises(SystemExit):
         parse_arguments([str(TINY_QWEN3), "--engine", "vllm", "--urls_file", "urls", *words])
     assert says in capsys.readouterr().err

@@ -9,7 +9,14 @@ import re
 import shlex
 import sys
 
-from torchtitan.grpo.process.addresses import LOOPBACK, http_url, is_loopback, try_to_bind
+from torchtitan.grpo.process.addresses import (
+    LOOPBACK,
+    UNSENDABLE,
+    http_url,
+    is_loopback,
+    is_sendable,
+    try_to_bind,
+)
 from torchtitan.grpo.process.server_commands.command import ServerCommand, ServerCommandError, check_exposure
 from torchtitan.grpo.process.server_commands.table import COMMANDS
 
@@ -62,6 +69,8 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
     add_arguments(parser)
     given, flags = parser.parse_known_args(words)
     check_exposure(given.host, given.expose, f"Export {key}")
+    if not is_sendable(os.environ.get(key, "")):
+        raise ServerCommandError(f"{key} {UNSENDABLE}", 2)
     if not (os.path.exists(given.model) or _ELSEWHERE.fullmatch(given.model) or _is_cached(given.model)):
         where = "" if os.path.isabs(given.model) else f" in {os.getcwd()}"
         raise ServerCommandError(

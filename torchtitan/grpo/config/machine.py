@@ -21,6 +21,7 @@ from torchtitan.grpo.config.share import rollout_processes
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
+from torchtitan.grpo.process.addresses import UNSENDABLE, is_sendable
 from torchtitan.grpo.process.server_commands.command import ServerCommandError
 from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
@@ -72,11 +73,8 @@ def check_machine(
             messages.append(
                 f"[{section}] {key} = {show(name)}: the variable is not set: export it, or leave the key out"
             )
-        elif name and not (os.environ[name].isascii() and os.environ[name].isprintable()):
-            messages.append(
-                f"[{section}] {key} = {show(name)}: the variable holds what no HTTP header can carry, such as a line "
-                "break at its end: export the key alone"
-            )
+        elif name and not is_sendable(os.environ[name]):
+            messages.append(f"[{section}] {key} = {show(name)}: the variable {UNSENDABLE}")
     return [*messages, *check_secrets(config)]
 
 

@@ -21,6 +21,7 @@ from torchtitan.grpo.endpoint.requests import TooLong
 from torchtitan.grpo.endpoint.sessions import Session
 from torchtitan.grpo.engines.whole_replies import pool_of
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.addresses import UNSENDABLE, is_sendable
 from torchtitan.grpo.rollouts.environment import RolloutClient
 
 REACH_TIMEOUT_S = 10.0
@@ -80,6 +81,8 @@ class OpenEnvEnvironment:
         self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env in os.environ else {}
         if api_key_env and not self._headers:
             raise UserError(f'[rollout] environment_args api_key_env = "{api_key_env}" is not set: export it')
+        if not is_sendable(os.environ.get(api_key_env, "")):
+            raise UserError(f'[rollout] environment_args api_key_env = "{api_key_env}" {UNSENDABLE}')
         question = [{"role": "user", "content": prompt or "?"}]
         self.rows = [{"question": question, "seed": seed} for seed in range(episodes)]
         self._chat: Chat | None = None

@@ -12,7 +12,7 @@
     disk_full.py         a full disk in one line
     folder_lock.py       one run at a time in a folder
     import_path.py       functions that the configuration names
-    addresses.py         how a server's address is written, who reaches it, and whether it is free
+    addresses.py         how a server's address is written, who reaches it, whether it is free; keys
     server_commands/     each engine: the command lines of its servers, and what they can do
 
 This room stands on the ground: it imports errors.py alone.

@@ -1,9 +1,10 @@
-"""Addresses of servers: how one is written, who reaches it, and whether a server can have it."""
+"""Addresses of servers: how one is written, who reaches it, whether a server can have it; and which key it may have."""
 
 import ipaddress
 import socket
 
 LOOPBACK = "127.0.0.1"
+UNSENDABLE = "holds what no HTTP header can carry, such as a line break at its end: export the key alone"
 
 
 def http_url(host: str, port: int) -> str:
@@ -24,3 +25,8 @@ def try_to_bind(host: str, port: int) -> None:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
         probe.bind((host, port))
+
+
+def is_sendable(key: str) -> bool:
+    """Whether a request can have this API key. If not, HTTP clients raise an error that shows it."""
+    return key.isascii() and key.isprintable()

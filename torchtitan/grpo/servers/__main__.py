@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchtitan.grpo.config.hub import local_folder
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.addresses import UNSENDABLE, is_sendable
 from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.process.server_commands.command import ServerCommand, ServerCommandError, check_exposure
 from torchtitan.grpo.process.server_commands.table import COMMANDS
@@ -54,6 +55,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--urls_file {arguments.urls_file} is a folder: name the file to write")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         parser.error(f"--api_key_env: the environment variable {arguments.api_key_env} is not set")
+    if not is_sendable(os.environ.get(arguments.api_key_env, "")):
+        parser.error(f"--api_key_env: the environment variable {arguments.api_key_env} {UNSENDABLE}")
     try:
         check_exposure(arguments.host, arguments.expose, "Give --api_key_env")
     except ServerCommandError as error:

@@ -16,7 +16,7 @@ from torchtitan.grpo.engines.embedded.kv_cache import cache_budget_bytes
 from torchtitan.grpo.engines.embedded.model import end_token_ids, load_decode, load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.addresses import http_url
+from torchtitan.grpo.process.addresses import UNSENDABLE, http_url, is_sendable
 from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.process.server_commands.command import ServerCommandError, check_exposure
 
@@ -47,6 +47,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--memory-share must be at least 0 and under 1")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         parser.error(f"--api-key-env: the environment variable {arguments.api_key_env} is not set")
+    if not is_sendable(os.environ.get(arguments.api_key_env, "")):
+        parser.error(f"--api-key-env: the environment variable {arguments.api_key_env} {UNSENDABLE}")
     try:
         check_exposure(arguments.host, arguments.expose, "Give --api-key-env")
     except ServerCommandError as error:
