@@ -8,10 +8,11 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import close_session
 
 from tests.helpers import ROOT, TINY_QWEN3
@@ -106,6 +107,20 @@ def test_what_is_needed_is_fetched_once(hub):
     hub.asked.clear()
     assert local_folder(KEY, MODEL) == folder
     assert hub.downloads() == []
+
+
+def test_a_cache_behind_a_link_is_known_again(hub, tmp_path, monkeypatch):
+    """huggingface_hub 1.9 gives the folder by the path that HF_HUB_CACHE has."""
+
+    def as_in_1_9(name: str, **words: Any) -> str:
+        given = words.get("cache_dir") or constants.HF_HUB_CACHE
+        folder = os.path.relpath(snapshot_download(name, **words), Path(given).resolve())
+        return os.path.join(given, folder)
+
+    (tmp_path / "link").symlink_to(tmp_path)
+    use(hub, tmp_path / "link" / "cache", monkeypatch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", as_in_1_9)
+    assert named(local_folder(KEY, MODEL)) == f"{MODEL}@{COMMIT}"
 
 
 def test_a_revision(hub):

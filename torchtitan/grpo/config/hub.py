@@ -164,6 +164,7 @@ def _fetch(what: str, wanted: HubId, kind: Kind, files: Sequence[str]) -> str:
             revision=wanted.revision or None,
             allow_patterns=list(files),
             ignore_patterns=["*/*"] if kind == "model" else None,
+            cache_dir=_cache(),  # not all versions resolve links, and `named` knows its folders by it
             etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
     except Exception as error:  # the kinds of HTTP errors differ by version
