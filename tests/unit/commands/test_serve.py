@@ -154,6 +154,7 @@ def test_serve_refuses_a_key_that_no_request_can_have(monkeypatch, capsys):
 def test_serve_names_the_model_in_a_checkpoint(tmp_path, capsys):
     assert command.main(["vllm", str(tmp_path)]) == 2
     assert f"'{tmp_path}' has no config.json: give a folder with config.json and a tok" in capsys.readouterr().err
+    assert command._parsed(["vllm", str(tmp_path), "--hf_config_path", str(TINY_QWEN3)])[0].model == str(tmp_path)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").touch()
     assert command.main(["sglang", str(tmp_path)]) == 2

@@ -78,7 +78,8 @@ def _parsed(words: list[str]) -> tuple[ServerCommand, int]:
             "hub with its owner, as in Qwen/Qwen3-0.6B",
             2,
         )
-    if os.path.isdir(given.model) and not _has_config(given.model):
+    named = any(flag.replace("_", "-").startswith("--hf-config-path") for flag in flags)  # to vLLM
+    if os.path.isdir(given.model) and not (named or _has_config(given.model)):
         exported = os.path.join(given.model, "hf")  # of a checkpoint
         instead = exported if _has_config(exported) else "a folder with config.json and a tokenizer"
         raise ServerCommandError(f"{given.model!r} has no config.json: give {instead}", 2)
