@@ -52,14 +52,21 @@ class RunningServer:
 
 
 def save_tiny_qwen3(
-    folder: Path, *, hidden_size: int = 64, vocab_size: int = 512, seed: int = 0, tied: bool = False
+    folder: Path,
+    *,
+    hidden_size: int = 64,
+    vocab_size: int = 512,
+    seed: int = 0,
+    tied: bool = False,
+    positions: int = TINY["max_position_embeddings"],
 ) -> Path:
     """Write a random 2-layer Qwen3 (float32, about 0.2 M parameters) as a Hugging Face folder without tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
+    tiny = TINY | {"max_position_embeddings": positions}
     Qwen3ForCausalLM(
-        Qwen3Config(**TINY, hidden_size=hidden_size, head_dim=32, vocab_size=vocab_size, tie_word_embeddings=tied)
+        Qwen3Config(**tiny, hidden_size=hidden_size, head_dim=32, vocab_size=vocab_size, tie_word_embeddings=tied)
     ).save_pretrained(folder)
     return folder
 

@@ -29,13 +29,15 @@ CPU = torch.device("cpu")
 PROMPT = [3, 4]
 TOKENS = 900
 """Length of an answer that is running when the weights change: at least 0.7 s."""
+LONG = 2 * TOKENS
+"""Of one that takes over 1 s on any machine."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
     """Two models of one shape."""
     folder = tmp_path_factory.mktemp("models")
-    return [save_tiny_qwen3(folder / str(seed), seed=seed) for seed in (0, 1)]
+    return [save_tiny_qwen3(folder / str(seed), seed=seed, positions=2 * LONG) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +127,11 @@ def test_running_answers_finish_under_their_weights_and_draining_is_not_straggli
     with trainer(folders, urls, timeout_s=1.0, in_flight=False, drain_timeout_s=30.0) as ours:
         ours.publish(1)
         started = time.monotonic()
-        completion, phases = answer_across(urls[0], lambda: ours.publish(2), count=7)
+        completion, phases = answer_across(urls[0], lambda: ours.publish(2), LONG, count=7)
         took_s = time.monotonic() - started
         assert all(server.in_traffic and server.version == 2 for server in ours.fleet.servers)
         after, _ = answer_across(urls[0], lambda: None, tokens=4)
-    assert completion.versions == [1] * 900
+    assert completion.versions == [1] * LONG
     assert completion.finish_reason == "length"
     assert after.versions == [2] * 4
     busy, idle = phases[urls[0]], phases[urls[1]]
@@ -149,7 +151,7 @@ def test_an_answer_that_takes_too_long_to_finish_is_an_error_that_names_it(folde
                 ours.publish(2)
             return str(error.value)
 
-        completion, said = answer_across(urls[0], fails, tokens=900)
-    assert completion.versions == [1] * 900
+        completion, said = answer_across(urls[0], fails)
+    assert completion.versions == [1] * TOKENS
     for part in (urls[0], "phase drain", "version 2", "over 0.2 s", "[rollout] request_timeout_seconds"):
         assert part in said
