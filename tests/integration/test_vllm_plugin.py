@@ -52,7 +52,8 @@ except Stop:
     started = True
 
 def of(): pass
-scheduler = SimpleNamespace(requests={}, update_from_output=of, finish_requests=of)
+no_slots = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[]))
+scheduler = SimpleNamespace(requests={}, update_from_output=of, finish_requests=of, kv_cache_manager=no_slots)
 engine = SimpleNamespace(
     vllm_config=config, scheduler=scheduler, collective_rpc=of, pause_scheduler=of, _handle_shutdown=lambda: False
 )
@@ -105,8 +106,13 @@ def pause():
     asyncio.run(engine.pause_generation())
     return done
 
+def slots():
+    from tests.helpers.scheduled_twice import compare
+    return [compare(config, overlapping) for overlapping in (False, True)]
+
 print(json.dumps({
     "pause": pause(),
+    "slots": slots() if backend else None,
     "reply": reply() if backend else None,
     "loaded_early": loaded_early,
     "loaded": sorted(name for name in sys.modules if name.startswith(OURS)),
@@ -189,3 +195,9 @@ def test_with_our_backend_a_server_is_set_up_when_it_starts(looks: dict[str, tup
     assert choice["token_logprobs"] == [-0.5] * 3
     routes = RouteShape(3, 2, 300).from_npy(choice["routed_experts"], 4)
     assert routes.dtype == np.int16 and routes.ravel().tolist() == [11 * i for i in range(24)]
+
+
+def test_slots_are_found_with_less_work_and_every_step_is_the_same(looks: dict[str, tuple[dict, str]]) -> None:
+    for count in looks["ours"][0]["slots"]:  # blocks are of four tokens: one of four takes the long way, as prompts do
+        assert count["quick"] < 0.6 * count["plain"]
+        assert min(count["preempted"], count["hits"]) > 10
