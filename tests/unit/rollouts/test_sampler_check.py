@@ -66,11 +66,31 @@ def test_each_token_is_compared_with_its_own_server():
     assert check.token_servers([A, B], sample([3, 3], [(0, A), (2, B)])).tolist() == [1, 1]
 
 
-def test_an_answer_that_kept_old_keys_and_values_is_not_compared():
+@pytest.mark.parametrize(
+    ("versions", "servers", "loss_mask", "numbers", "of_3"),
+    [
+        ([3, 3], [(0, A)], None, [1, 1], {A: True}),
+        ([2, 2], [(0, A)], None, [1, 1], {A: False}),
+        ([2, 2, 3, 3], [(0, A)], None, [1, 1, 0, 0], {A: False}),
+        ([3, 2, 3], [(0, A)], None, [1, 0, 0], {A: True}),
+        # An environment's tokens come first, and then between two turns
+        ([0, 0, 3, 3, 3, 4], [(2, A)], [False, False, True, True, False, True], [0, 0, 1, 1, 1, 0], {A: True}),
+        ([0, 2, 2], [(1, A)], [False, True, True], [0, 1, 1], {A: False}),
+        ([0, 0], [], [False, False], [0, 0], {}),
+        ([], [(0, A)], None, [], {}),
+        ([3, 3, 3, 4], [(0, A), (2, B)], None, [1, 1, 2, 0], {A: True, B: True}),
+        ([2, 2, 3, 3], [(0, A), (2, B)], None, [1, 1, 0, 0], {A: False}),
+        ([2, 3, 3, 3], [(0, A), (2, B)], None, [1, 0, 0, 0], {A: False}),
+    ],
+)
+def test_with_old_keys_and_values_tokens_are_compared_up_to_another_version(
+    versions, servers, loss_mask, numbers, of_3
+):
     check = SamplerCheck(config_of(max_age=1, kv_kept=True), None)
-    mixed, whole = sample([2, 3], [(0, A)]), sample([2], [(0, B)])
-    assert check.servers([[mixed, whole]], 3) == {B: False}
-    assert check.token_servers([A, B], mixed).tolist() == [] and check.token_servers([A, B], whole).tolist() == [2]
+    answer = sample(versions, servers, loss_mask)
+    assert check.servers([[answer]], 3) == of_3
+    assert check.token_servers([A, B], answer).tolist() == numbers
+    assert check.token_servers([], answer).tolist() == []
 
 
 def test_older_tokens_are_compared_with_those_of_the_other_servers():

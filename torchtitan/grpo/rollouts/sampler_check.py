@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress, repeat
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,8 @@ class SamplerCheck:
     which the other servers' tokens of the same step and age tell. But a policy that moves fast moves further on some
     prompts than on others. So a server is over the limit if it differs by more than the limit plus twice that. By
     MOST_MOVED for each version of their age, no policy moves: more is not taken off, and that much if no other server
-    tells.
+    tells. An answer that goes on with old keys and values is of no single version from there on: only its tokens before
+    that are compared.
 
     Before the first optimizer step with tokens of age 0, the run ends if every server is over the limit. After each
     step, a server that is over it leaves traffic, and weight sync connects and feeds it again. If too few servers would
@@ -80,7 +82,6 @@ class SamplerCheck:
         self._quantization = config.rollout.quantization
         self._limit = config.rollout.max_logprob_mismatch
         self._max_age = ahead.max_age
-        # An answer that goes on with old keys and values is of no single version.
         self._mixes = ahead.enabled and ahead.in_flight_weight_updates and not ahead.recomputes_kv
         grpo, rollout = config.grpo, config.rollout
         selects = ahead.enabled or grpo.overlong_filter or grpo.oversampling or grpo.zero_variance_groups != "keep"
@@ -92,12 +93,13 @@ class SamplerCheck:
         self._beyond: set[str] = set()  # servers whose older tokens were last further off than a policy moves
 
     def servers(self, groups: Iterable[Group], version: int) -> dict[str, bool]:
-        """The servers that sampled these answers, and whether any of an answer's tokens is of this version."""
+        """The servers of the answers' compared tokens, and whether any of an answer's is of this version."""
         found: dict[str, bool] = {}
-        for sample in (sample for group in groups for sample in group if self._is_whole(sample)):
-            for _, server in sample.servers:
-                if server:
-                    found[server] = found.get(server, False) or version in sample.sampled_versions
+        for sample in (sample for group in groups for sample in group):
+            end, versions = self._compared(sample)
+            for first, server in sample.servers:
+                if server and first < end:
+                    found[server] = found.get(server, False) or version in versions
         return found
 
     def token_servers(self, servers: Iterable[str], sample: Sample) -> np.ndarray:
@@ -106,11 +108,12 @@ class SamplerCheck:
         Empty if none is.
         """
         order = {server: number for number, server in enumerate(servers, 1)}
-        if not order or not self._is_whole(sample):
+        if not order:
             return np.zeros(0, np.int16)
         numbers: np.ndarray = np.zeros(len(sample.token_ids), np.int16)
+        end, _ = self._compared(sample)
         for first, server in sample.servers:
-            numbers[first:] = order.get(server, 0)
+            numbers[first:end] = order.get(server, 0)
         return numbers
 
     def before_first_step(self, servers: Sequence[str], sums: Mapping[str, Any]) -> None:
@@ -182,8 +185,13 @@ class SamplerCheck:
             if server.url in worst:
                 fleet.distrust(server, str(self._error({server.url: worst[server.url]}, causes)))
 
-    def _is_whole(self, sample: Sample) -> bool:
-        return not self._mixes or len(set(sample.sampled_versions)) <= 1
+    def _compared(self, sample: Sample) -> tuple[int, list[int]]:
+        """How many of its first tokens are compared, and the versions of the sampled ones among these."""
+        versions = sample.sampled_versions
+        if not self._mixes or len(set(versions)) <= 1:
+            return len(sample.token_ids), versions
+        sampled = compress(range(len(sample.versions)), sample.loss_mask or repeat(True))
+        return next(i for i in sampled if sample.versions[i] != versions[0]), versions[:1]
 
     def _one_sided(self, servers: Sequence[str], sums: Mapping[str, Any]) -> set[tuple[str, int]]:
         """Of servers with enough tokens of age 0."""
