@@ -302,7 +302,7 @@ class Trainer(Run):
             rollouts.fleet,
             self.device,
             in_flight=ahead.in_flight_weight_updates or not ahead.enabled,
-            recompute_kv=ahead.recompute_kv_cache_after_weight_updates,
+            recompute_kv=not ahead.keeps_kv,
             drain_timeout_s=self.config.rollout.request_timeout_seconds,
             on_another_gpu=self.own_servers.on_another_gpu,
         )

@@ -85,7 +85,8 @@ class Harness:
         self.fleet = Fleet([url], self.make, min_servers=0)
         self.server = self.fleet.servers[0]
         config = JobConfig()
-        config.async_grpo = dataclasses.replace(config.async_grpo, enabled=in_flight, max_trajectory_age_steps=1)
+        ahead = {"max_trajectory_age_steps": 1, "recompute_kv_cache_after_weight_updates": True}
+        config.async_grpo = dataclasses.replace(config.async_grpo, enabled=in_flight, **ahead)
         config.lora.enable = lora
         config.rollout.quantization = "fp8" if fp8 else "none"
         self.config = config

@@ -38,7 +38,7 @@ def mode_flags(mode: str, age: int) -> Flags:
         "async_grpo.max_trajectory_age_steps": max_age(mode, age),
         "async_grpo.run_ahead": "full",  # from the first step; `auto` gets there when servers are the bottleneck
         "async_grpo.in_flight_weight_updates": mode != "async",
-        "async_grpo.recompute_kv_cache_after_weight_updates": mode != "in_flight_keep_kv",
+        "async_grpo.recompute_kv_cache_after_weight_updates": mode == "in_flight",
     }
 
 

@@ -154,7 +154,8 @@ BAD_TOML = {
     "load step": ("[checkpoint]\nload_step = -2", "[checkpoint] load_step = -2", "at least -1 (-1 is the newest)"),
     # contradictions
     "experts that SGLang forgets": (
-        "[grpo]\nrouting_replay = true\n[async_grpo]\nenabled = true\n[rollout]\nengine = 'sglang'\nreplicas = 1",
+        "[grpo]\nrouting_replay = true\n[async_grpo]\nenabled = true\n"
+        "recompute_kv_cache_after_weight_updates = true\n[rollout]\nengine = 'sglang'\nreplicas = 1",
         '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets',
         "recompute_kv_cache_after_weight_updates = false",
     ),
@@ -762,6 +763,19 @@ def test_defaults_suit_reinforcement_learning():
     assert (config.training.steps, config.lr_scheduler.warmup_steps) == (100, 0)
     assert config.metrics.enable_tensorboard
     assert config.training.max_norm == 1.0  # torchtitan's own
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ([], False),  # no answer runs while weights change
+        (["enabled"], True),
+        (["enabled", "no-in_flight_weight_updates"], False),
+        (["enabled", "recompute_kv_cache_after_weight_updates"], False),
+    ],
+)
+def test_old_keys_and_values_are_kept_in_flight_alone(flags, kept):
+    assert load_config([*MODEL, *(f"--async_grpo.{flag}" for flag in flags)]).async_grpo.keeps_kv is kept
 
 
 def test_help_lists_keys_and_ends(capsys):

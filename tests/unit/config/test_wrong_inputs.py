@@ -290,6 +290,9 @@ CONFIGURATION = {
     ),
     "estimator without KL": flag("--grpo.kl_estimator", "k2", "[grpo] kl_estimator", "kl_coef over 0"),
     "age without async": flag("--async_grpo.max_trajectory_age_steps", "4", "[async_grpo] enabled = true"),
+    "recomputation without async": flag(
+        "--async_grpo.recompute_kv_cache_after_weight_updates", None, "[async_grpo] enabled = true"
+    ),
     "cadence": flag(
         "--weight_sync.cadence", "auto", "--weight_sync.cadence is a flag of an earlier version: leave it out"
     ),

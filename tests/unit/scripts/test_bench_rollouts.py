@@ -76,7 +76,7 @@ def test_every_mode_of_every_preset_is_a_configuration_that_the_trainer_takes(pr
     config = load_config(as_flags(flags))
     assert config.async_grpo.enabled == config.weight_sync.async_weight_update == (mode != "sync")
     assert config.async_grpo.in_flight_weight_updates == (mode != "async")
-    assert config.async_grpo.recompute_kv_cache_after_weight_updates == (mode != "in_flight_keep_kv")
+    assert config.async_grpo.recompute_kv_cache_after_weight_updates == (mode == "in_flight")
     assert config.rollout.max_concurrent_requests == args.sequences  # each is of one answer
 
 

@@ -206,10 +206,12 @@ class AsyncGrpo:
     in_flight_weight_updates: Annotated[bool, Needs("async_grpo.enabled")] = True
     """Update weights in the middle of answers. False lets running answers finish first."""
     recompute_kv_cache_after_weight_updates: Annotated[
-        bool, Needs("async_grpo.in_flight_weight_updates", why="else no answer is running when weights change")
-    ] = True
-    """Recompute keys and values of running answers after an update. False is faster, but the sampler's
-    log-probabilities then belong to no single version."""
+        bool,
+        Needs("async_grpo.enabled"),
+        Needs("async_grpo.in_flight_weight_updates", why="else no answer is running when weights change"),
+    ] = False
+    """Recompute keys and values of running answers after an update. Each token's log-probability is then of one
+    version, but updates take longer. False keeps the old ones."""
     late_groups: Annotated[Literal["wait", "drop"], Needs("async_grpo.enabled")] = "wait"
     """Groups that would be too old for the next step. Dropping biases training toward short answers."""
     order_window: Annotated[int, Range(at_least=0), Needs("async_grpo.enabled")] = 0
@@ -222,9 +224,9 @@ class AsyncGrpo:
         return self.max_trajectory_age_steps if self.enabled else 0
 
     @property
-    def recomputes_kv(self) -> bool:
-        """Whether answers run on through an update, with their keys and values computed again."""
-        return self.enabled and self.in_flight_weight_updates and self.recompute_kv_cache_after_weight_updates
+    def keeps_kv(self) -> bool:
+        """Whether answers run on through an update with their old keys and values."""
+        return self.enabled and self.in_flight_weight_updates and not self.recompute_kv_cache_after_weight_updates
 
 
 @dataclass

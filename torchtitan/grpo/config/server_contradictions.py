@@ -259,12 +259,12 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
 
 
 def check_routing_replay(config: JobConfig) -> Iterator[str]:
-    engine = COMMANDS[config.rollout.engine]
-    if config.grpo.routing_replay and config.async_grpo.recomputes_kv and not engine.routes_recomputed:
+    engine, recomputes = COMMANDS[config.rollout.engine], config.async_grpo.recompute_kv_cache_after_weight_updates
+    if config.grpo.routing_replay and recomputes and not engine.routes_recomputed:
         yield (
             f'[grpo] routing_replay = true with [rollout] engine = "{engine.engine}": {engine.title} forgets a '
             "token's experts when it computes its keys and values again. Set [async_grpo] "
-            "recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
+            "recompute_kv_cache_after_weight_updates = false"
         )
 
 

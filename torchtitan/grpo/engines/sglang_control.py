@@ -77,7 +77,7 @@ class SglangControl(HttpControl):
             raise UserError(
                 f"{self.url}: SGLang {version} cannot drop cached prefixes while answers wait for an update to end: "
                 f"start it with --disable-radix-cache, use {'.'.join(map(str, FORGETS_IN_FLIGHT))} or newer, or set "
-                "[async_grpo] recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
+                "[async_grpo] recompute_kv_cache_after_weight_updates = false"
             )
 
     def _longest_tokens(self) -> int | None:

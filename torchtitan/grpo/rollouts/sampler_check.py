@@ -82,7 +82,7 @@ class SamplerCheck:
         self._quantization = config.rollout.quantization
         self._limit = config.rollout.max_logprob_mismatch
         self._max_age = ahead.max_age
-        self._mixes = ahead.enabled and ahead.in_flight_weight_updates and not ahead.recomputes_kv
+        self._mixes = ahead.keeps_kv
         grpo, rollout = config.grpo, config.rollout
         selects = ahead.enabled or grpo.overlong_filter or grpo.oversampling or grpo.zero_variance_groups != "keep"
         self._sees_all_draws = not (selects or rollout.environment or rollout.serve_port)

@@ -371,7 +371,7 @@ class Rollouts(Absent):
             server.control.check,
             longest_tokens(self.config),
             self.end_token_ids[0],
-            self.config.async_grpo.recomputes_kv,
+            self.config.async_grpo.recompute_kv_cache_after_weight_updates,
             self.source.identity,
             routes=bool(self.source.routes),
             top_k=self.config.rollout.top_k,

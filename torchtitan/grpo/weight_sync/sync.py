@@ -80,7 +80,7 @@ class WeightSync:
         fleet: The servers, on rank 0; None elsewhere.
         device: The trainer's device.
         in_flight: `[async_grpo] in_flight_weight_updates`, see `link.Pause`.
-        recompute_kv: `[async_grpo] recompute_kv_cache_after_weight_updates`.
+        recompute_kv: False for `AsyncGrpo.keeps_kv`, see `link.Pause`.
         drain_timeout_s: `[rollout] request_timeout_seconds`: without `in_flight`, how long a server may take to finish
             its running answers.
         on_another_gpu: Of a server's address, with transport "ipc": whether that does not reach it. It gets its weights
