@@ -282,6 +282,8 @@ def test_the_plug_in_says_what_it_changed(vllm_server: RunningServer):
 
 def test_the_server_passes_the_sampling_check(vllm_server: RunningServer):
     VllmControl(vllm_server.url, None, 60.0).check(1024)
+    log = vllm_server.log_path.read_text(errors="replace")
+    assert "GET /v1/models" in log and GENERATE_ROUTE not in log.split('"GET /v1/models', 1)[1]
     with pytest.raises(UserError, match="max-model-len"):
         VllmControl(vllm_server.url, None, 60.0).check(100_000)
 

@@ -54,6 +54,8 @@ class VllmCommand(ServerCommand):
         flags += ["--logprobs-mode", "processed_logprobs"]
         flags += ["--weight-transfer-config", '{"backend":"torchtitan_grpo"}']
         flags += ["--scheduling-policy", "priority"]  # held-out answers do not wait behind those for later steps
+        # Its log would have little else than a line for each group.
+        flags += ["--disable-access-log-for-endpoints", "/inference/v1/generate"]
         # vLLM 0.32 serves the token-in, token-out route only with this flag. Older versions always do, and refuse it.
         entrypoints = Path(folder, "entrypoints") if folder else None
         if entrypoints and any(b"enable_scale_out" in path.read_bytes() for path in entrypoints.rglob("*.py")):
