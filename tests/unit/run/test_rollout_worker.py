@@ -14,6 +14,7 @@ from torchtitan.grpo.data.tokenizer import load_tokenizer
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.run.rollout_worker import RolloutWorker
+from torchtitan.grpo.run.rollouts import Rollouts
 
 
 @pytest.mark.parametrize(("drafts", "blank"), [(["1", None, "", float("nan")], 3), (["1", 2], 0)])
@@ -41,22 +42,27 @@ def test_one_validation_in_an_outage_is_left_out_and_the_first_or_a_second_one_e
         reward = {"reward": 1.0, "rewards": {"right": 1.0}} if next(works) else {"reward_failures": {"tool": "is away"}}
         return [[[Sample(prompt, [5], [-0.5], [2], "stop", **reward)] for _ in ask.prompts] for ask in asks]
 
-    worker = SimpleNamespace(
-        config=JobConfig(),
-        collector=SimpleNamespace(collect_all=collect_all, rewards=SimpleNamespace(find_finals=lambda samples: None)),
-        held_out=[HeldOut("", [prompt], 1, 1.0, 8)],
-        samples=SimpleNamespace(log_validation=lambda *_: None),
-        _sampling=lambda n, temperature: SamplingParams(n, temperature, 8),
-        _validation_worked=False,
-    )
+    def call(verb, *arguments):
+        """As of processes that each take the place of the one before."""
+        worker = SimpleNamespace(
+            config=JobConfig(),
+            collector=SimpleNamespace(collect_all=collect_all, rewards=SimpleNamespace(find_finals=lambda samples: 0)),
+            held_out=[HeldOut("", [prompt], 1, 1.0, 8)],
+            samples=SimpleNamespace(log_validation=lambda *_: None),
+            _sampling=lambda n, temperature: SamplingParams(n, temperature, 8),
+        )
+        return getattr(RolloutWorker, verb)(worker, *arguments), []
+
+    rollouts = object.__new__(Rollouts)
+    rollouts._first, rollouts._validation_worked = SimpleNamespace(call=call), False
     failed = pytest.raises(UserError, match=r'2 of 2 answers have no reward.*"tool" failed on 2.*it is away')
     with failed:
-        RolloutWorker.validate(worker, 0)
+        rollouts.validate(0)
     for step in (1, 3):
-        assert RolloutWorker.validate(worker, step)["validation/greedy_reward"] == 1.0
+        assert rollouts.validate(step)["validation/greedy_reward"] == 1.0
         if step == 1:
-            assert RolloutWorker.validate(worker, 2) == {}
+            assert rollouts.validate(2) == {}
     assert "Step 2 has no validation: 2 of 2 answers have no reward" in caplog.text
-    assert RolloutWorker.validate(worker, 4) == {}
+    assert rollouts.validate(4) == {}
     with failed:
-        RolloutWorker.validate(worker, 5)
+        rollouts.validate(5)

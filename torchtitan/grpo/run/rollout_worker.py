@@ -115,7 +115,6 @@ class RolloutWorker:
         # Of a share: step, groups, seconds, and what the other shares need of it.
         self._held: tuple[int, list[Group], dict[str, float], Counted] | None = None
         self._prompts: dict[str, list[list[int]]] = {}  # of the newest step, by server
-        self._validation_worked = False  # the last one
         rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
         self.rewards = resources.enter_context(rewards)
         self.environments = resources.enter_context(loaded_environments(config))
@@ -276,12 +275,12 @@ class RolloutWorker:
         assert self.stream is not None
         return self.stream.is_ready()
 
-    def validate(self, step: int) -> dict[str, float]:
-        """Metrics of the held-out answers. {} if the run is asked to stop, or if too many answers have no reward for
-        the first time after a validation that had them: an outage costs no run.
+    def validate(self, step: int, has_worked: bool) -> dict[str, float]:
+        """Metrics of the held-out answers. {} if the run is asked to stop, or if too many answers have no reward and
+        the last validation `has_worked`: an outage costs no run.
 
         Raises:
-            UserError: It is not the first time.
+            UserError: It has not.
         """
         config = self.config
         with suppress(StopRequested):
@@ -292,12 +291,10 @@ class RolloutWorker:
             try:
                 check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
             except UserError as error:
-                has_worked, self._validation_worked = self._validation_worked, False
                 if not has_worked:
                     raise
                 logger.error("Step %d has no validation: %s", step, error)
                 return {}
-            self._validation_worked = True
             return validation_metrics(answers, config.reward)
         return {}
 

@@ -178,6 +178,7 @@ class Rollouts(Absent):
         self._chosen: dict[int, Any] = {}  # answers for the log, of steps that are taken and not logged yet
         # After steps, by step: of the two newest that were taken, or loaded, and of each process.
         self._states: dict[int, list[Buffer]] = {}
+        self._validation_worked = False  # the last one
         make = partial(KeptProcess, self._start_process, self._on_event)
         self._processes = KeptProcesses(make, rollout_processes(config))
         self._first = self._processes.each[0]
@@ -266,9 +267,11 @@ class Rollouts(Absent):
 
     def validate(self, step: int) -> dict[str, float]:
         try:
-            return self._first.call("validate", step)[0]
+            metrics, _ = self._first.call("validate", step, self._validation_worked)
         except StopRequested:
             return {}
+        self._validation_worked = bool(metrics)  # here, since another process may be asked next
+        return metrics
 
     def metrics(self, reports: list[SyncReport], step_s: float) -> dict[str, float]:
         assert self.fleet is not None
