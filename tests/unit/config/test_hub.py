@@ -26,7 +26,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.servers.__main__ import main as keep_servers
+from torchtitan.grpo.servers import __main__ as servers_command
 from torchtitan.grpo.servers.plan import planned_servers
 
 MODEL, KEY = "acme/tiny", "[model] hf_assets_path"
@@ -274,7 +274,7 @@ def test_servers_for_a_trainer_elsewhere(hub, tmp_path, capsys, monkeypatch):
 
     def refused(model: str, *words: str) -> str:
         try:
-            status = keep_servers([model, "--urls_file", str(tmp_path / "urls"), *words])
+            status = servers_command.main([model, "--urls_file", str(tmp_path / "urls"), *words])
         except SystemExit as end:
             status = end.code
         assert status == 2
@@ -286,6 +286,8 @@ def test_servers_for_a_trainer_elsewhere(hub, tmp_path, capsys, monkeypatch):
     assert "/no/python does not run" in refused(MODEL, "--engine", "sglang")
     away = "--engine", "embedded", "--host", "10.9.9.9", "--expose"
     assert "no server can listen at 10.9.9.9" in refused(MODEL, *away)
+    said = "/proc: logs cannot be written there: "
+    assert said in refused(MODEL, "--engine", "embedded", "--log_folder", "/proc")
     assert hub.asked == []
     said = refused("acme/tinny", "--engine", "embedded")
     assert 'MODEL = "acme/tinny": no such folder, and 127.0.0.1 has no such model' in said

@@ -21,7 +21,7 @@ from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.process.stopping import run_and_exit
 from torchtitan.grpo.servers.plan import LOG_FOLDER, launches
 from torchtitan.grpo.servers.ports import ReservedPort
-from torchtitan.grpo.servers.supervisor import Supervisor
+from torchtitan.grpo.servers.supervisor import Supervisor, make_log_folder
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -86,32 +86,37 @@ def planned(arguments: argparse.Namespace) -> list[ServerCommand]:
 def main(argv: list[str]) -> int:
     init_log_lines()
     arguments = parse_arguments(argv)
-    stop = threading.Event()
+    arguments.log_folder = arguments.log_folder or arguments.urls_file.parent / LOG_FOLDER
     try:
-        launches(planned(arguments))  # an engine, GPU or address that is missing costs no download
+        launches(planned(arguments))  # what is missing or cannot be written costs no download
         ReservedPort(arguments.host).close()
-        arguments.model = local_folder("MODEL", arguments.model)
-        if not os.path.isfile(os.path.join(arguments.model, "config.json")):
-            raise UserError(f"{arguments.model} has no config.json: name a Hugging Face model folder")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        logs = arguments.log_folder or arguments.urls_file.parent / LOG_FOLDER
-        supervisor = Supervisor(
-            launches(planned(arguments)),
-            logs,
-            arguments.urls_file,
-            arguments.start_timeout_seconds,
-            arguments.host,
-            "--start_timeout_seconds",
-        )
-        with closing(supervisor):
-            supervisor.start()
-            while not stop.wait(1.0):
-                supervisor.check()
+        make_log_folder(arguments.log_folder)
+        _keep_servers(arguments)
     except (UserError, ServerCommandError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _keep_servers(arguments: argparse.Namespace) -> None:
+    stop = threading.Event()
+    arguments.model = local_folder("MODEL", arguments.model)
+    if not os.path.isfile(os.path.join(arguments.model, "config.json")):
+        raise UserError(f"{arguments.model} has no config.json: name a Hugging Face model folder")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    supervisor = Supervisor(
+        launches(planned(arguments)),
+        arguments.log_folder,
+        arguments.urls_file,
+        arguments.start_timeout_seconds,
+        arguments.host,
+        "--start_timeout_seconds",
+    )
+    with closing(supervisor):
+        supervisor.start()
+        while not stop.wait(1.0):
+            supervisor.check()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ server instead (guard.py):
 """
 
 import contextlib
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -95,10 +96,7 @@ class Supervisor(Keeper):
         Raises:
             UserError: No port is free, or the folder for logs or the list cannot be written to.
         """
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self._folder}: logs cannot be written there: {error.strerror}") from error
+        make_log_folder(self._folder)
         for server in self._servers:
             server.reserve_port()
         self.write_urls()
@@ -172,6 +170,15 @@ class Supervisor(Keeper):
             with contextlib.suppress(OSError):
                 if self.urls_file.read_text() == _lines(self._listed):  # not that of servers that took their place
                     self.urls_file.unlink()
+
+
+def make_log_folder(folder: Path) -> None:
+    """Raises a UserError if logs cannot be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"{folder}: logs cannot be written there: {error.strerror}") from error
 
 
 def _lines(urls: list[str]) -> str:
