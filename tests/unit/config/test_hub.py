@@ -26,6 +26,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.folder_lock import only_run_in
 from torchtitan.grpo.servers import __main__ as servers_command
 from torchtitan.grpo.servers.plan import planned_servers
 
@@ -288,6 +289,11 @@ def test_servers_for_a_trainer_elsewhere(hub, tmp_path, capsys, monkeypatch):
     assert "no server can listen at 10.9.9.9" in refused(MODEL, *away)
     said = "/proc: logs cannot be written there: "
     assert said in refused(MODEL, "--engine", "embedded", "--log_folder", "/proc")
+    monkeypatch.setattr(servers_command, "CLOSE_S", 0.0)
+    said = f"another run uses {tmp_path}/urls (host "
+    with only_run_in(tmp_path, file_name="other"), only_run_in(tmp_path, file_name="urls"):
+        refusal = refused(MODEL, "--engine", "embedded")
+    assert said in refusal and "stop it, or set another --urls_file" in refusal
     assert hub.asked == []
     said = refused("acme/tinny", "--engine", "embedded")
     assert 'MODEL = "acme/tinny": no such folder, and 127.0.0.1 has no such model' in said

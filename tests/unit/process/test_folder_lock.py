@@ -33,6 +33,15 @@ def test_a_second_run_is_refused_and_the_first_one_named(tmp_path):
         pass
 
 
+def test_a_file_is_held_beside_others_of_its_folder(tmp_path):
+    with only_run_in(tmp_path), only_run_in(tmp_path, file_name="a"), only_run_in(tmp_path, file_name="b"):
+        said = rf"uses {tmp_path}/a {HOLDER}: .*another --list"
+        with pytest.raises(UserError, match=said), only_run_in(tmp_path, key="--list", file_name="a"):
+            pass
+    with only_run_in(tmp_path, file_name="a"):
+        pass
+
+
 def test_a_run_waits_for_the_one_before_it(tmp_path, caplog):
     ended = []
 

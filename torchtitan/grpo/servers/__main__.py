@@ -15,13 +15,14 @@ from pathlib import Path
 from torchtitan.grpo.config.hub import local_folder
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.addresses import UNSENDABLE, is_sendable
+from torchtitan.grpo.process.folder_lock import only_run_in
 from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.process.server_commands.command import ServerCommand, ServerCommandError, check_exposure
 from torchtitan.grpo.process.server_commands.table import COMMANDS
 from torchtitan.grpo.process.stopping import run_and_exit
 from torchtitan.grpo.servers.plan import LOG_FOLDER, launches
 from torchtitan.grpo.servers.ports import ReservedPort
-from torchtitan.grpo.servers.supervisor import Supervisor, make_log_folder
+from torchtitan.grpo.servers.supervisor import CLOSE_S, Supervisor, make_log_folder
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -86,12 +87,14 @@ def planned(arguments: argparse.Namespace) -> list[ServerCommand]:
 def main(argv: list[str]) -> int:
     init_log_lines()
     arguments = parse_arguments(argv)
-    arguments.log_folder = arguments.log_folder or arguments.urls_file.parent / LOG_FOLDER
+    listed = arguments.urls_file
+    arguments.log_folder = arguments.log_folder or listed.parent / LOG_FOLDER
     try:
         launches(planned(arguments))  # what is missing or cannot be written costs no download
         ReservedPort(arguments.host).close()
         make_log_folder(arguments.log_folder)
-        _keep_servers(arguments)
+        with only_run_in(listed.parent, CLOSE_S, "--urls_file", listed.name):
+            _keep_servers(arguments)
     except (UserError, ServerCommandError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

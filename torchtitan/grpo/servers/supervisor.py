@@ -28,7 +28,8 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.kept_server import GRACE_S, KeptServer, Launch
 from torchtitan.grpo.servers.state import ServerState, write_whole
 
-_CLOSE_S = GRACE_S + 6.0
+CLOSE_S = GRACE_S + 6.0
+"""How long `close` may take."""
 _END_S = 60.0
 """A request for health, SIGTERM, SIGKILL, and the driver that gives a whole GPU back."""
 
@@ -161,7 +162,7 @@ class Supervisor(Keeper):
     def close(self) -> None:
         """Stop all servers, at the same time: SIGTERM, and SIGKILL after GRACE_S."""
         self.closing.set()
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = time.monotonic() + CLOSE_S
         for server in self._servers:
             if server.is_alive():
                 server.join(max(0.0, deadline - time.monotonic()))
