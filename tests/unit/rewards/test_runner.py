@@ -333,6 +333,10 @@ def test_exact_match_ignores_space_around_only():
         (r"\boxed{1 234 \text{ apples}}", "1234", 1.0),
         ("10 20 300", "300", 1.0),
         ("5 200 g bags", "200", 1.0),
+        ("-98 952 dollars", "-98952", 1.0),
+        ("a loss of -\\$98 952 in May", "-98952", 1.0),
+        ("10 -5 200 g bags", "200", 1.0),
+        ("x-5 200 g bags", "200", 1.0),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -35,8 +35,11 @@ CURRENCY = re.compile(r"(?<![A-Za-z])(?:AUD|CAD|CHF|CNY|EUR|GBP|INR|JPY|RMB|USD|
 _GROUPED = r"(?<![\d.,/^])(?<![A-Za-z]_)(?<!\d )\d{1,3}(?:%s)(?! ?[\d/])"
 GROUPED = re.compile(_GROUPED % r"(?: \d{3})+")
 """Digits with spaces between them, such as `10 000`. `2^3 100` and `a_1 100` are products."""
-GROUPED_IN_TEXT = re.compile(_GROUPED % r" 000| \d{3}(?: \d{3})+| \d{3}(?! ?[A-Za-z])")
-"""Those that are one number in any text: `5 200 g bags` has two."""
+GROUPED_IN_TEXT = re.compile(
+    _GROUPED % r" 000| \d{3}(?: \d{3})+| \d{3}(?! ?[A-Za-z])"
+    + r"|(?<![\w.)}\]^/])(?<!\d )-(?:\\?[$€£¥])?\d{1,3}(?: \d{3})+(?! ?[\d/])"
+)
+"""Those that are one number in any text: `5 200 g bags` has two, `-5 200 g` has one, since -5 counts nothing."""
 FOOTNOTE = re.compile(r"(?:(?:(?<=[\d%°}])|(?<=\d\$)) ?|(?<=[.)]))(?:\[\d{1,2}(?:, ?\d{1,2})*\] ?)+")
 """Such as `72 [1]` and `72 apples.[1, 2]`. Behind a sentence and a space it is an answer: `Day 1. [72]`."""
 LATEX = re.compile(r"\\[dtc]?frac(?![A-Za-z])|\^|(?<=[^\W_])_|(?<=[)}\]])_|\\[A-Za-z]+")
