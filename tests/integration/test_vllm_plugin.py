@@ -35,11 +35,14 @@ def parts():
     classes = ServingTokens, AsyncMPClient, RequestState, async_llm.AsyncLLM, CompletionRequest, OpenAIServingCompletion
     return {f"{c.__name__}.{name}": value for c in classes for name, value in vars(c).items() if name != "__init__"}
 
+def configuration(**others):
+    return AsyncEngineArgs(
+        model, skip_tokenizer_init=True, max_model_len=64, dtype="float32", load_format="dummy",
+        weight_transfer_config={"backend": backend} if backend else None, **others,
+    ).create_engine_config()
+
 before = parts()
-config = AsyncEngineArgs(
-    model, skip_tokenizer_init=True, max_model_len=64, dtype="float32", load_format="dummy",
-    weight_transfer_config={"backend": backend} if backend else None,
-).create_engine_config()
+config = configuration()
 loaded_early = sorted(name for name in sys.modules if name.startswith(OURS))
 
 class Stop(Exception): pass
@@ -108,7 +111,10 @@ def pause():
 
 def slots():
     from tests.helpers.scheduled_twice import compare
-    return [compare(config, overlapping) for overlapping in (False, True)]
+    drafting = configuration(
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+    )
+    return [compare(config, overlapping) for overlapping in (False, True)] + [compare(drafting, False, steps=50)]
 
 print(json.dumps({
     "pause": pause(),
@@ -198,6 +204,8 @@ def test_with_our_backend_a_server_is_set_up_when_it_starts(looks: dict[str, tup
 
 
 def test_slots_are_found_with_less_work_and_every_step_is_the_same(looks: dict[str, tuple[dict, str]]) -> None:
-    for count in looks["ours"][0]["slots"]:  # blocks are of four tokens: one of four takes the long way, as prompts do
+    *counts, drafting = looks["ours"][0]["slots"]
+    for count in counts:  # blocks are of four tokens: one of four takes the long way, as prompts do
         assert count["quick"] < 0.6 * count["plain"]
         assert min(count["preempted"], count["hits"]) > 10
+    assert drafting["quick"] == drafting["plain"] > 100  # with drafts all do, from n-grams too

@@ -20,7 +20,8 @@ def install(scheduler: Any) -> None:
     manager = scheduler.kv_cache_manager
     kinds = manager.coordinator.single_type_managers
     plain = [type(kind) for kind in kinds] == [FullAttentionManager]
-    if not plain or scheduler.num_lookahead_tokens or scheduler.connector is not None:
+    # Blocks of refused drafts stay, so the last block is not always the one that is filled.
+    if not plain or scheduler.num_spec_tokens or scheduler.connector is not None:
         return
     blocks_of, block_size = kinds[0].req_to_blocks, kinds[0].block_size
     allocate, no_blocks = manager.allocate_slots, manager.empty_kv_cache_blocks
