@@ -1,5 +1,5 @@
 """The same requests in two of vLLM's schedulers, one with `quick_slots`: every step must be the same. vLLM's Python
-imports it."""
+imports it. And requests that wait through a pause, with and without `old_prefixes`."""
 
 import random
 from typing import Any
@@ -9,13 +9,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from torchtitan.grpo.inside_vllm import quick_slots
+from torchtitan.grpo.inside_vllm import old_prefixes, quick_slots
 
 BLOCK, BLOCKS, END = 4, 60, 2
 """So few blocks that requests are preempted, and so small ones that each answer fills several."""
@@ -110,3 +111,26 @@ def compare(config: Any, overlapping: bool, seed: int = 0, steps: int = 400) -> 
         preempted += len(seen["preempted"])
         hits += sum(computed > 0 for *_, computed in seen["new"])
     return {"plain": plain.long_ways, "quick": quick.long_ways, "preempted": preempted, "hits": hits}
+
+
+def found_after_pause(config: Any, ours: bool) -> list[list[str]]:
+    """Whose blocks two requests have that waited through a pause beside an answer that goes on, of the same prompt."""
+    run = _Run(config, Scheduler)
+    if ours:
+        old_prefixes.install(run.scheduler)
+    prompt, names = list(range(10, 10 + 2 * BLOCK + 1)), ["runs", "waits", "waits too"]
+    run.add(names[0], prompt, 20)
+    run.step()
+    run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for name in names[1:]:
+        run.add(name, prompt, 20)
+    run.step()
+    run.scheduler.set_pause_state(PauseState.UNPAUSED)
+    seen = run.step()
+    assert seen["cached"][0] == names[:1], "the answer does not go on"
+    owners: dict[int, str] = {}
+    found = []
+    for name in names:
+        (blocks,) = run.scheduler.kv_cache_manager.get_block_ids(name)
+        found.append([owners.setdefault(block, name) for block in blocks])
+    return found[1:]

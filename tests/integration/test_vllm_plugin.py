@@ -57,6 +57,7 @@ except Stop:
 def of(): pass
 no_slots = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[]))
 scheduler = SimpleNamespace(requests={}, update_from_output=of, finish_requests=of, kv_cache_manager=no_slots)
+scheduler.set_pause_state = of
 engine = SimpleNamespace(
     vllm_config=config, scheduler=scheduler, collective_rpc=of, pause_scheduler=of, _handle_shutdown=lambda: False
 )
@@ -116,8 +117,13 @@ def slots():
     )
     return [compare(config, overlapping) for overlapping in (False, True)] + [compare(drafting, False, steps=50)]
 
+def found():
+    from tests.helpers.scheduled_twice import found_after_pause
+    return [found_after_pause(config, ours) for ours in (False, True)]
+
 print(json.dumps({
     "pause": pause(),
+    "found": found() if backend else None,
     "slots": slots() if backend else None,
     "reply": reply() if backend else None,
     "loaded_early": loaded_early,
@@ -209,3 +215,9 @@ def test_slots_are_found_with_less_work_and_every_step_is_the_same(looks: dict[s
         assert count["quick"] < 0.6 * count["plain"]
         assert min(count["preempted"], count["hits"]) > 10
     assert drafting["quick"] == drafting["plain"] > 100  # with drafts all do, from n-grams too
+
+
+def test_who_waited_through_an_update_finds_the_new_weights_prefix_alone(looks: dict[str, tuple[dict, str]]) -> None:
+    plain, ours = looks["ours"][0]["found"]  # the prompt fills two blocks, and begins a third
+    assert plain == [["runs", "runs", "waits"], ["runs", "runs", "waits too"]]
+    assert ours == [["waits"] * 3, ["waits", "waits", "waits too"]]

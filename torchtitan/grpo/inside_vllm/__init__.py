@@ -8,7 +8,8 @@
                                                     before_vllm_0_32: versions of tokens, for older vLLMs
                     adapter_requests: with --enable-lora, each request gets the trainer's adapter
                     api_key.ApiKeyMiddleware, if a flag names it
-    engine core     plugin.register: two hooks      bundled_outputs; quick_slots; it ends with its parent
+    engine core     plugin.register: two hooks      bundled_outputs; quick_slots; old_prefixes;
+                                                    it ends with its parent
     worker          plugin.register: two hooks      transfer_engine; it ends with its parent
                                                       weight_wire.receiver: buckets in, checksums verified
                                                       direct_load, load_recording: buckets into parameters

@@ -128,11 +128,12 @@ def set_up_engine_core(engine: Any) -> None:
     Args:
         engine: The `EngineCoreProc`.
     """
-    from torchtitan.grpo.inside_vllm import bundled_outputs, quick_slots
+    from torchtitan.grpo.inside_vllm import bundled_outputs, old_prefixes, quick_slots
 
     end_with_parent()
     change("bundles", lambda: bundled_outputs.install(engine), "it sends its API server every token by itself")
     change("slots", lambda: quick_slots.install(engine.scheduler), "it takes longer to schedule many answers")
+    change("prefixes", lambda: old_prefixes.install(engine.scheduler), "requests that wait may find old prefixes")
 
 
 def end_with_parent() -> None:

@@ -50,7 +50,8 @@ class SglangServerLink(ServerLink):
             time.sleep(_DRAIN_LOOK_S)
 
     def _forget(self) -> None:
-        """Drop cached prefixes, unless frozen answers use them. Then `extra_key` keeps versions apart."""
+        """Drop cached prefixes, unless frozen answers use them. Then `extra_key` keeps versions apart. But a request
+        that waits in SGLang's queue meanwhile finds those of the version before."""
         if self._clear_cache:
             with self._phase("apply"):
                 self.control.forget()
