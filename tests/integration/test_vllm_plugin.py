@@ -130,6 +130,7 @@ print(json.dumps({
     "loaded": sorted(name for name in sys.modules if name.startswith(OURS)),
     "replaced": sorted(name for name, value in parts().items() if before.get(name) is not value),
     "bundled": scheduler.update_from_output is not of,
+    "forgets": scheduler.set_pause_state is not of,
     "started": started and ran,
 }))
 """
@@ -189,7 +190,7 @@ def _pauses(rest: list[float]) -> list:
 def test_without_our_backend_vllm_is_its_own(looks: dict[str, tuple[dict, str]]) -> None:
     found, log = looks["vllm"]
     assert found["started"]
-    assert found["replaced"] == [] and not found["bundled"]
+    assert found["replaced"] == [] and not found["bundled"] and not found["forgets"]
     assert found["pause"] == _pauses(rest=[0.02])
     assert found["loaded"] == ENTRY  # the plug-in was there, and nothing that it would use
     assert "outside the range" not in log
@@ -199,7 +200,7 @@ def test_with_our_backend_a_server_is_set_up_when_it_starts(looks: dict[str, tup
     found, log = looks["ours"]
     assert found["started"]
     assert found["loaded_early"] == ENTRY
-    assert set(found["replaced"]) >= REPLACED and found["bundled"]
+    assert set(found["replaced"]) >= REPLACED and found["bundled"] and found["forgets"]
     assert found["pause"] == _pauses(rest=[])
     assert log.count("vLLM 0.99.0 is outside the range") == 1
     # Routed experts are beside the plug-in's own field. vLLM's CPU backend captures none, so they are made up here.

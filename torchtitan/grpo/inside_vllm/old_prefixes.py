@@ -3,7 +3,7 @@
 A request's salt is the version that the server had when it was asked. If an update in flight keeps keys and values, the
 new weights alone sample the answer of a request that waited in vLLM's queue, but it would read what the old ones have
 cached under that salt. `SamplerCheck` would then find its log-probabilities wrong for their version, and the server
-faulty.
+faulty. Only of a prompt that was half computed then, such a request may still find the rest.
 """
 
 import functools
