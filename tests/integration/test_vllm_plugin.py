@@ -55,7 +55,10 @@ except Stop:
     started = True
 
 def of(): pass
-no_slots = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[]))
+no_slots = SimpleNamespace(
+    coordinator=SimpleNamespace(single_type_managers=[]), num_kv_cache_groups=0, evict_blocks=of,
+    block_pool=SimpleNamespace(get_cached_block=of),
+)
 scheduler = SimpleNamespace(requests={}, update_from_output=of, finish_requests=of, kv_cache_manager=no_slots)
 scheduler.set_pause_state = of
 engine = SimpleNamespace(

@@ -20,14 +20,17 @@ def install(scheduler: Any) -> None:
     from vllm.v1.request import RequestStatus
 
     manager, set_state = scheduler.kv_cache_manager, scheduler.set_pause_state
+    find, evict, groups = manager.block_pool.get_cached_block, manager.evict_blocks, manager.num_kv_cache_groups
 
     def forget() -> None:
         """Running answers keep the blocks, but nobody finds them."""
         waiting = (request for request in scheduler.requests.values() if request.status == RequestStatus.WAITING)
         for known in {block for request in waiting for block in request.block_hashes}:
-            for group in range(manager.num_kv_cache_groups):
-                while blocks := manager.block_pool.get_cached_block(known, [group]):
-                    manager.evict_blocks({block.block_id for block in blocks})
+            for group in range(groups):
+                evicted = None
+                while (blocks := find(known, [group])) and blocks != evicted:  # several may have the same tokens
+                    evict({block.block_id for block in blocks})
+                    evicted = blocks
 
     @functools.wraps(set_state)
     def forget_and_set(state: Any) -> None:
