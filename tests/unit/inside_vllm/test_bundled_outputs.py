@@ -16,6 +16,7 @@ from torchtitan.grpo.inside_vllm.bundled_outputs import (
     LARGE_PER_MESSAGE,
     VARIABLE,
     Bundles,
+    Step,
     install,
     messages,
     tokens_per_entry,
@@ -31,6 +32,9 @@ class Logprobs(NamedTuple):
     logprobs: np.ndarray
     ranks: np.ndarray
     bounds: list[int] | None = None
+
+    def slice_request(self, row: int, count: int) -> "Logprobs":
+        return Logprobs(*(part[row : row + count] for part in self[:3]))
 
 
 class Masks(NamedTuple):
@@ -207,7 +211,9 @@ class Core:
         self.scheduler, self.output_queue, self.ending = self, queue.SimpleQueue(), ""
         self.requests = {name: SimpleNamespace(sampling_params=params) for name in ("a", "b", "c")}
 
-    def update_from_output(self, entries: list[Entry]) -> dict[int, Outputs]:
+    def update_from_output(self, entries: list[Entry], sampled: SimpleNamespace) -> dict[int, Outputs]:
+        for row, e in enumerate(entries):
+            e.new_logprobs = sampled.logprobs.slice_request(row, 1) if e.new_token_ids else None
         for ended in [e.request_id for e in entries if e.finish_reason is not None]:
             del self.requests[ended]
         if self.ending:
@@ -237,9 +243,15 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     return made
 
 
+def joined(each: list[Logprobs]) -> Logprobs:
+    """Of a step, as vLLM's workers give them."""
+    return Logprobs(*(np.concatenate(parts) for parts in zip(*(own[:3] for own in each), strict=True)))
+
+
 def step(core: Core, *entries: Entry) -> list[Entry]:
     """What a step sends."""
-    (last,) = core.update_from_output(list(entries)).values()
+    sampled = SimpleNamespace(logprobs=joined([e.new_logprobs for e in entries]))
+    (last,) = core.update_from_output(list(entries), sampled).values()
     queued = [core.output_queue.get_nowait()[1].outputs for _ in range(core.output_queue.qsize())]
     return [e for part in [*queued, last.outputs] for e in part]
 
@@ -302,20 +314,26 @@ def test_every_token_arrives_once_and_in_order(seed: int) -> None:
     arrived: dict[str, list[int]] = {name: [] for name in made}
     rest = {name: list(tokens) for name, tokens in made.items()}
     while rest:
-        step, width = [], random_.choice((1, 1, 4))
+        step, width, most = [], random_.choice((1, 1, 4)), random_.randint(1, 2)
         for name in list(rest):
             if random_.random() < 0.7:
-                count = random_.randint(1, 2)
+                count = random_.randint(1, most)
                 tokens, rest[name] = rest[name][:count], rest[name][count:]
                 step.append(entry(name, *tokens, width=width, finish_reason=None if rest[name] else Reason.STOP))
                 if not rest[name]:
                     del rest[name]
+        if step and width == most == 1:
+            rows = Step(joined([e.new_logprobs for e in step]))
+            for row, e in enumerate(step):
+                e.new_logprobs = rows.slice_request(row, 1)
         entries = held.pass_through(0, step)
         if random_.random() < 0.1:
             entries += held.take().get(0, [])
         for e in entries:
             arrived[e.request_id] += e.new_token_ids
-            assert e.new_logprobs.ids[:, 0].tolist() == e.new_token_ids
+            ids, logprobs, ranks, _ = e.new_logprobs
+            assert ids[:, 0].tolist() == e.new_token_ids and ranks.tolist() == (2 * ids[:, 0]).tolist()
+            assert ids.dtype == ranks.dtype == np.int32 and np.array_equal(logprobs, -ids / 10)
     assert arrived == made
 
 

@@ -50,6 +50,31 @@ _EXPERTS = "routed_experts"
 """The field with the experts of tokens: an array of which each row is a position's."""
 
 
+class Step:
+    """A step's log-probabilities, of one token each: plain numbers in place of vLLM's `LogprobsLists`. vLLM makes three
+    arrays for each request, which takes longer than all that is done with them here."""
+
+    def __init__(self, lists: Any) -> None:
+        self._lists = lists
+        self.ids, self.values, self.ranks = (part.ravel().tolist() for part in lists[:3])
+
+    def slice_request(self, row: int, count: int) -> "_Row":
+        """vLLM's name, and its arguments."""
+        return _Row(self, row, count)
+
+    def arrays(self, row: "_Row") -> Any:
+        return self._lists.slice_request(row.number, row.count)
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a request's entry has in place of its arrays until `pass_through`."""
+
+    step: Step
+    number: int
+    count: int
+
+
 @dataclass
 class _Bundle:
     """A request's tokens that wait, and the columns of their log-probabilities.
@@ -95,6 +120,14 @@ class _Bundle:
             self.masks.append(mask)
         logprobs = entry.new_logprobs
         if logprobs is None:
+            return
+        if type(logprobs) is _Row:
+            if self.width > 1:
+                self._narrow(1)
+            step, row = logprobs.step, logprobs.number
+            self.ids.append(step.ids[row])
+            self.values.append(step.values[row])
+            self.ranks.append(step.ranks[row])
             return
         ids, values, ranks, *_ = logprobs
         if self.like is None:
@@ -166,9 +199,12 @@ class Bundles:
         for entry in entries:  # the engine's one thread does this for each token that it samples
             bundle = bundles.get(entry.request_id)
             if bundle is not None and bundle.room and len(entry.new_token_ids) == 1 and plain(entry):
-                bundle.room -= 1
+                bundle.room -= 1  # `like` is set: another entry came first
                 bundle.add(entry)
-            elif (now := self._entry(client, entry)) is not None:
+                continue
+            if type(row := entry.new_logprobs) is _Row:
+                entry.new_logprobs = row.step.arrays(row)
+            if (now := self._entry(client, entry)) is not None:
                 sent.append(now)
         return sent
 
@@ -277,11 +313,14 @@ def install(engine: Any) -> None:
     updating = False
 
     @functools.wraps(update)
-    def update_and_bundle(*args: Any, **kwargs: Any) -> dict[int, Any]:
+    def update_and_bundle(scheduled: Any, sampled: Any) -> dict[int, Any]:
         nonlocal updating
+        logprobs = sampled.logprobs
+        if logprobs is not None and logprobs[0].shape[1] == 1 and logprobs[3] is None:
+            sampled.logprobs = Step(logprobs)
         updating = True
         try:
-            by_client = update(*args, **kwargs)
+            by_client = update(scheduled, sampled)
         finally:
             updating = False
         for client, outputs in by_client.items():
