@@ -85,6 +85,7 @@ class Harness:
         self.fleet = Fleet([url], self.make, min_servers=0)
         self.server = self.fleet.servers[0]
         config = JobConfig()
+        # Recomputed: else an answer is compared up to the update alone, and plants are to be seen behind it.
         ahead = {"max_trajectory_age_steps": 1, "recompute_kv_cache_after_weight_updates": True}
         config.async_grpo = dataclasses.replace(config.async_grpo, enabled=in_flight, **ahead)
         config.lora.enable = lora

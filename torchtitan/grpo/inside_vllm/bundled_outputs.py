@@ -55,15 +55,12 @@ class Step:
     arrays for each request, which takes longer than all that is done with them here."""
 
     def __init__(self, lists: Any) -> None:
-        self._lists = lists
+        self.lists = lists
         self.ids, self.values, self.ranks = (part.ravel().tolist() for part in lists[:3])
 
     def slice_request(self, row: int, count: int) -> "_Row":
         """vLLM's name, and its arguments."""
         return _Row(self, row, count)
-
-    def arrays(self, row: "_Row") -> Any:
-        return self._lists.slice_request(row.number, row.count)
 
 
 @dataclass(slots=True)
@@ -73,6 +70,9 @@ class _Row:
     step: Step
     number: int
     count: int
+
+    def arrays(self) -> Any:
+        return self.step.lists.slice_request(self.number, self.count)
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Bundles:
                 bundle.add(entry)
                 continue
             if type(row := entry.new_logprobs) is _Row:
-                entry.new_logprobs = row.step.arrays(row)
+                entry.new_logprobs = row.arrays()
             if (now := self._entry(client, entry)) is not None:
                 sent.append(now)
         return sent
