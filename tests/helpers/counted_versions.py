@@ -13,5 +13,8 @@ def register() -> None:
         _install(KEY)
 
 
-_install = functools.cache(before_vllm_0_32.install)
-"""vLLM may call `register` more than once."""
+@functools.cache
+def _install(key: str) -> None:
+    """Once: vLLM may call `register` more than once."""
+    before_vllm_0_32.mark_versions()
+    before_vllm_0_32.install(key)

@@ -28,7 +28,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from torchtitan.grpo.weight_wire.receiver import Receiver
+from torchtitan.grpo.weight_wire.receiver import Receiver, UpdateInfo
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 parser = argparse.ArgumentParser()
 parser.add_argument("ready", type=Path)
@@ -58,7 +59,7 @@ class RecordingServer:
     def __init__(self) -> None:
         self.tensors: dict[str, list] = {}
         self._receiver: Receiver | None = None
-        self._paused = self._updating = False
+        self._paused = False
         self._busy = threading.Lock()
         self._version = "default"
 
@@ -66,7 +67,7 @@ class RecordingServer:
     def init_weight_transfer_engine(self, body: dict) -> dict:
         if self._receiver is not None:
             self._receiver.close()
-        self._receiver, self._updating = None, False
+        self._receiver = None
         self._receiver = Receiver(body["init_info"], torch.device("cpu"))
         return {}
 
@@ -75,30 +76,21 @@ class RecordingServer:
         self._paused = True
         return {}
 
-    def start_weight_update(self, _body: dict) -> dict:
-        time.sleep(args.control_s)
-        self._updating = True
-        return {}
-
     @one_at_a_time
     def update_weights(self, body: dict) -> dict:
-        if not (self._paused and self._updating):
-            raise RuntimeError("update_weights before pause and start_weight_update")
-        receiver, version = self._receiver, body["update_info"]["version"]
+        if not self._paused:
+            raise RuntimeError("update_weights before pause")
+        time.sleep(args.control_s)
+        info = UpdateInfo(**body["update_info"])
         numbers = itertools.count(1)
-
-        self._updating = False
-        receiver.receive(body["update_info"], lambda tensors: self.load(version, next(numbers), tensors), copies=True)
-        self._updating = receiver is self._receiver  # else the trainer has given up this update and reconnected
-        return {}
-
-    def finish_weight_update(self, body: dict) -> dict:
-        if not self._updating:
-            raise RuntimeError("finish_weight_update without a complete update")
-        self._updating, self._version = False, body["weight_version"]
+        self._receiver.receive(
+            body["update_info"], lambda tensors: self.load(info.version, next(numbers), tensors), copies=True
+        )
+        self._version = version_name(info.version, info.run)
         digest = hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
         with open(f"{args.ready}.taken", "a") as taken:
-            taken.write(f"{self._version.partition('@')[0]} {digest}\n")
+            taken.write(f"{info.version} {digest}\n")
+        self._paused = not info.resume
         return {}
 
     def resume(self, _body: dict) -> dict:
@@ -127,8 +119,7 @@ class RecordingServer:
             self.tensors[name] = [str(tensor.dtype), list(tensor.shape), hashlib.sha256(data).hexdigest()]
 
 
-_POSTS = ["init_weight_transfer_engine", "pause", "resume"]
-_POSTS += ["start_weight_update", "update_weights", "finish_weight_update"]
+_POSTS = ["init_weight_transfer_engine", "pause", "resume", "update_weights"]
 
 
 class Handler(BaseHTTPRequestHandler):

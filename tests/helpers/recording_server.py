@@ -47,10 +47,9 @@ class RecordingApp(EmbeddedApp):
         write_down(did, self.generator.version)
         return await super().generate(http)
 
-    async def finish_weight_update(self, http: web.Request) -> web.Response:
-        reply = await super().finish_weight_update(http)
-        write_down("took", self.generator.version)
-        return reply
+    async def _serve(self, version: str) -> None:
+        await super()._serve(version)
+        write_down("took", version)
 
 
 if __name__ == "__main__":

@@ -415,14 +415,15 @@ class Trainer:
         self.group = Group("gloo", store, 0, 2, torch.device("cpu"), 20.0, "127.0.0.1")
         joined.join()
 
-    def send(self, tensors: dict[str, torch.Tensor], version: int, spoil: bool = False) -> list[int]:
-        """Send all tensors and return the server's acknowledgement. `spoil` flips a byte after the checksum."""
+    def send(self, tensors: dict[str, torch.Tensor], version: int, spoil: bool = False, misses: int = 0) -> list[int]:
+        """Send all tensors and return the server's acknowledgement. `spoil` flips a byte after the checksum. With
+        `misses` the trainer expects another checksum of all."""
         checksums = []
         failure: list[Exception] = []
 
         def update() -> None:
             try:
-                self.control.update({"version": version})
+                self.control.update({"version": version, "run": own_run(), "resume": True})
             except ServerError as error:
                 failure.append(error)
 
@@ -439,10 +440,13 @@ class Trainer:
             if spoil and bucket.index == 1:
                 wire[100] ^= 1
             wait(self.group.broadcast(wire), time.monotonic() + 20, "a bucket")
+        self.combined = combine_checksums(checksums)
         table = torch.zeros(2, 5, dtype=torch.int64)
+        size = sum(bucket.payload_bytes for bucket in self.buckets)
+        table[0] = torch.tensor([1, version, len(tensors), size, self.combined])
+        table[0, 4] += misses
         wait(self.group.all_reduce(table), time.monotonic() + 20, "the acknowledgement")
         thread.join()
-        self.combined = combine_checksums(checksums)
         if failure:
             raise failure[0]
         return table[1].tolist()
@@ -455,27 +459,14 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
     with embedded_server(model_dir, tmp_path / "server.log") as url:
         control = VllmControl(url, None, 30.0)
         with pytest.raises(ServerError, match="init_weight_transfer_engine first"):
-            control.start_update()
+            control.update({"version": 11})
         trainer = Trainer(control, tensors)
-        with pytest.raises(ServerError, match="pause the server"):
-            control.start_update()
-
-        control.pause()
-        control.start_update()
-        with pytest.raises(ServerError, match="call /start_weight_update and /update_weights first"):
-            control.finish_update(version_name(11))  # nothing was sent
-        control.start_update()
-        control.resume()
         with pytest.raises(ServerError, match="pause the server"):
             control.update({"version": 11})
 
         def publish() -> list[int]:
             control.pause("keep", clear_cache=True)
-            control.start_update()
-            acknowledgement = trainer.send(tensors, 12)
-            control.finish_update(version_name(12))
-            control.resume()
-            return acknowledgement
+            return trainer.send(tensors, 12)
 
         async def scenario() -> tuple[Completion, list[int]]:
             async with Client(url) as client:
@@ -497,16 +488,13 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
 
         # A torn update is refused, keeps the server out of service, and can be repeated.
         control.pause()
-        control.start_update()
-        with pytest.raises(ServerError, match="checksum"):
-            trainer.send(dict(reference.named_parameters()), 13, spoil=True)
-        with pytest.raises(ServerError, match="mix of two versions"):
-            control.resume()
-        assert control.weight_version() == version_name(12)
-        control.start_update()
+        for torn, why in (({"spoil": True}, "checksum of its"), ({"misses": 1}, "is not the trainer's")):
+            with pytest.raises(ServerError, match=why):
+                trainer.send(dict(reference.named_parameters()), 13, **torn)
+            with pytest.raises(ServerError, match="mix of two versions"):
+                control.resume()
+            assert control.weight_version() == version_name(12) and control.is_paused()
         assert trainer.send(dict(reference.named_parameters()), 14)[:2] == [1, 14]
-        control.finish_update(version_name(14))
-        control.resume()
         (completion,) = run(generate(url, [8, 9], SamplingParams(1, 1.0, 8, seed=0, ignore_eos=True)))
         assert completion.versions == [14] * 8
         assert_logprobs(reference, [8, 9], completion, 1.0)
@@ -518,7 +506,6 @@ def test_an_update_that_leaves_something_out_is_refused(model_dir: Path, referen
         control = VllmControl(url, None, 30.0)
         trainer = Trainer(control, tensors)
         control.pause()
-        control.start_update()
         with pytest.raises(ServerError, match=r"1 parameters were never sent: lm_head\.weight"):
             trainer.send(tensors, 1)
         with pytest.raises(ServerError, match="mix of two versions"):

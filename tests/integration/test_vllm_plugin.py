@@ -17,7 +17,7 @@ from torchtitan.grpo.data.routes import RouteShape
 pytestmark = pytest.mark.vllm
 
 PROGRAM = """
-import json, logging, sys
+import gc, json, logging, sys
 from types import SimpleNamespace
 
 OURS = "torchtitan.grpo.inside_vllm.", "torchtitan.grpo.weight_wire"
@@ -28,11 +28,12 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.v1.engine import async_llm, core
 from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 def parts():
-    '''Everything that the project replaces somewhere, besides its two hooks.'''
-    classes = ServingTokens, AsyncMPClient, RequestState, async_llm.AsyncLLM, CompletionRequest, OpenAIServingCompletion
+    '''Everything that the project replaces somewhere, besides `__init__`.'''
+    classes = ServingTokens, OutputProcessor, RequestState, CompletionRequest, OpenAIServingCompletion
+    classes += async_llm.AsyncLLM, core.EngineCore, core.EngineCoreProc
     return {f"{c.__name__}.{name}": value for c in classes for name, value in vars(c).items() if name != "__init__"}
 
 def configuration(**others):
@@ -113,6 +114,31 @@ def pause():
     asyncio.run(engine.pause_generation())
     return done
 
+def update():
+    '''What an update does, in order: in an engine core, where one fails too, and in API servers of one and two.'''
+    import asyncio
+    done, fails = [], False
+    def call(method, **_):
+        done.append(method)
+        if fails and method == "update_weights": raise ValueError
+    engine = core.EngineCoreProc.__new__(core.EngineCoreProc)
+    engine.collective_rpc, engine.set_weight_version = call, done.append
+    engine.resume_scheduler = lambda: done.append("resumed")
+    engine.take_version(info := {"version": 7, "run": "r", "resume": True}, True)
+    fails = True
+    try: engine.take_version(info, True)
+    except ValueError: done.append("failed")
+    async def call_utility_async(*arguments): done.append(arguments)
+    async def resume_generation(): done.append("resumed")
+    server = async_llm.AsyncLLM.__new__(async_llm.AsyncLLM)
+    server.engine_core = SimpleNamespace(call_utility_async=call_utility_async, shutdown=lambda **_: None)
+    server.renderer, server.resume_generation = SimpleNamespace(shutdown=of), resume_generation
+    for engines in (1, 2):
+        parallel = SimpleNamespace(data_parallel_size=engines)
+        server.vllm_config = SimpleNamespace(parallel_config=parallel, weight_transfer_config=None)
+        asyncio.run(server.update_weights(SimpleNamespace(update_info=info)))
+    return done
+
 def slots():
     from tests.helpers.scheduled_twice import compare
     drafting = configuration(
@@ -126,19 +152,23 @@ def found():
 
 print(json.dumps({
     "pause": pause(),
+    "update": update() if backend else None,
     "found": found() if backend else None,
     "slots": slots() if backend else None,
     "reply": reply() if backend else None,
     "loaded_early": loaded_early,
     "loaded": sorted(name for name in sys.modules if name.startswith(OURS)),
     "replaced": sorted(name for name, value in parts().items() if before.get(name) is not value),
+    "young": gc.get_threshold()[0],
     "bundled": scheduler.update_from_output is not of,
     "forgets": scheduler.set_pause_state is not of,
     "started": started and ran,
 }))
 """
 ENTRY = ["torchtitan.grpo.inside_vllm.backend", PLUGIN_MODULE]
+HOOKS = ["EngineCoreProc.run_busy_loop", "EngineCoreProc.take_version"]
 REPLACED = {
+    "AsyncLLM.update_weights",
     *("ServingTokens._create_tokens_logprobs", "ServingTokens.serve_tokens_full_generator"),
     *("CompletionRequest.to_sampling_params", "OpenAIServingCompletion.request_output_to_completion_response"),
 }
@@ -193,8 +223,8 @@ def _pauses(rest: list[float]) -> list:
 def test_without_our_backend_vllm_is_its_own(looks: dict[str, tuple[dict, str]]) -> None:
     found, log = looks["vllm"]
     assert found["started"]
-    assert found["replaced"] == [] and not found["bundled"] and not found["forgets"]
-    assert found["pause"] == _pauses(rest=[0.02])
+    assert found["replaced"] == HOOKS and not found["bundled"] and not found["forgets"]
+    assert found["pause"] == _pauses(rest=[0.02]) and found["young"] < 10_000
     assert found["loaded"] == ENTRY  # the plug-in was there, and nothing that it would use
     assert "outside the range" not in log
 
@@ -203,14 +233,22 @@ def test_with_our_backend_a_server_is_set_up_when_it_starts(looks: dict[str, tup
     found, log = looks["ours"]
     assert found["started"]
     assert found["loaded_early"] == ENTRY
-    assert set(found["replaced"]) >= REPLACED and found["bundled"] and found["forgets"]
-    assert found["pause"] == _pauses(rest=[])
+    assert set(found["replaced"]) >= {*HOOKS, *REPLACED} and found["bundled"] and found["forgets"]
+    assert found["pause"] == _pauses(rest=[]) and found["young"] == 100_000
     assert log.count("vLLM 0.99.0 is outside the range") == 1
     # Routed experts are beside the plug-in's own field. vLLM's CPU backend captures none, so they are made up here.
     (choice,) = found["reply"]
     assert choice["token_logprobs"] == [-0.5] * 3
     routes = RouteShape(3, 2, 300).from_npy(choice["routed_experts"], 4)
     assert routes.dtype == np.int16 and routes.ravel().tolist() == [11 * i for i in range(24)]
+
+
+def test_an_update_is_one_call_and_resumes_the_server_unless_it_fails(looks: dict[str, tuple[dict, str]]) -> None:
+    found, _ = looks["ours"]
+    started, info = ["start_weight_update", "update_weights"], {"version": 7, "run": "r", "resume": True}
+    engine = [*started, "finish_weight_update", "7@r", "resumed", *started, "failed"]
+    server = [["take_version", info, True], ["take_version", info, False], "resumed"]
+    assert found["update"] == engine + server
 
 
 def test_slots_are_found_with_less_work_and_every_step_is_the_same(looks: dict[str, tuple[dict, str]]) -> None:

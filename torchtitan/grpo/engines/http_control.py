@@ -236,14 +236,6 @@ class HttpControl:
     def resume(self) -> None:
         raise NotImplementedError
 
-    def start_update(self) -> None:
-        """Begin a weight update. The server is paused."""
-        raise NotImplementedError
-
-    def finish_update(self, version: str) -> None:
-        """End a weight update: all weights of this version have arrived."""
-        raise NotImplementedError
-
     def weight_version(self) -> str | None:
         """The version that the server reports; None if it reports none."""
         raise NotImplementedError

@@ -223,7 +223,8 @@ class SglangControl(HttpControl):
             time.sleep(_FORGET_AGAIN_S)
         self._check(reply, phase, path)
 
-    def finish_update(self, version: str) -> None:
+    def finish_update(self) -> None:
+        """End the session."""
         if self._has_sessions:
             self._call("POST", "/end_weight_update", "finish", body={})
 

@@ -109,20 +109,14 @@ class VllmControl(HttpControl):
         self._reports_version = True
         self._call("POST", "/init_weight_transfer_engine", "connect", body={"init_info": init_info})
 
-    def start_update(self) -> None:
-        self._call("POST", "/start_weight_update", "start")
-
     def update(self, update_info: dict[str, Any], timeout_s: float | None = None) -> None:
-        """Have the server receive one version. Returns when it has loaded all of it.
+        """Have the server, which is paused, take one version into service. Returns when it has.
 
         Args:
             update_info: Fields of `weight_wire.receiver.UpdateInfo`.
             timeout_s: Longest wait for the reply: one call lasts for the whole transfer.
         """
         self._call("POST", "/update_weights", "update", timeout_s=timeout_s, body={"update_info": update_info})
-
-    def finish_update(self, version: str) -> None:
-        self._call("POST", "/finish_weight_update", "finish", body={"weight_version": version})
 
     def weight_version(self) -> str | None:
         """The version that the server reports; None if it does not have the route (vLLM before 0.32).

@@ -9,14 +9,11 @@
     inside_vllm/transfer_engine.py      `trainer_send_weights` and `_vllm_config`
 
 vLLM 0.32 returns `weight_versions` with each choice of its generate route: spans [{"version", "start", "end"}] over the
-answer's tokens. `install` has an older vLLM return the same, by bookkeeping in its API server alone, which sees:
+answer's tokens. An older vLLM returns the same by bookkeeping in its API server:
 
-- The version: it is in the body of `/update_weights`, and in service once `/finish_weight_update` has returned.
-- The order of tokens and updates. The engine's outputs reach the API server over one socket, in the order in which the
-  engine made them. The reply to finish comes over it too, behind every token sampled before the pause, and the engine
-  samples none until it is resumed. Outputs wait in one first-in, first-out queue, so a mark put at its end divides the
-  tokens exactly, however far behind the processing is.
-- How many tokens each answer has when the mark is reached.
+- The engine core puts a mark among its outputs when a version is taken into service (`mark_versions`): an entry of a
+  request that nobody made. Outputs stay in order up to their processing, so the mark divides the tokens exactly.
+- Where the mark is reached, the API server knows how many tokens each answer has (`install`).
 
 It costs nothing per token, and one pass over the running requests per update.
 
@@ -31,7 +28,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from torchtitan.grpo.inside_vllm.replies import with_field
-from torchtitan.grpo.weight_wire.version_names import version_name
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
@@ -42,6 +38,9 @@ FIRST = "default"
 
 OTHERWISE = "answers that run across a weight update carry the version of their start"
 """What becomes of a vLLM whose internals are others."""
+
+_MARK = "torchtitan-grpo weights "
+"""How the request of a mark begins; then comes the version's name."""
 
 Span = dict[str, Any]
 
@@ -77,13 +76,6 @@ class VersionLedger:
         ]
 
 
-class _Mark:
-    """In the queue of engine outputs: the outputs behind it were sampled by weights `version`."""
-
-    def __init__(self, version: str, output_processor: Any) -> None:
-        self.version, self.output_processor = version, output_processor
-
-
 def reported_by_vllm() -> bool:
     """Whether this vLLM returns the spans itself."""
     from vllm.outputs import CompletionOutput
@@ -102,20 +94,32 @@ def token_of(entry: dict[str, Any]) -> int:
     return int(entry["token_id"] if "token_id" in entry else str(entry["token"]).rpartition(":")[2])
 
 
-def install(key: str = KEY) -> None:
-    """Have this process's vLLM return spans as `key` of each choice."""
-    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import AsyncMPClient
-    from vllm.v1.engine.output_processor import RequestState
+def mark_versions() -> None:
+    """Have this process's engine core mark where a version begins. Versions that vLLM reports stay so."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore
 
-    update_weights, finish_weight_update = AsyncLLM.update_weights, AsyncLLM.finish_weight_update
-    get_output = AsyncMPClient.get_output_async
+    own = getattr(EngineCore, "set_weight_version", lambda core, version: None)
+
+    @functools.wraps(own)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        mark = EngineCoreOutputs(outputs=[EngineCoreOutput(_MARK + weight_version, [])])
+        self.output_queue.put_nowait((0, mark))
+        own(self, weight_version)
+
+    EngineCore.set_weight_version = set_weight_version
+
+
+def install(key: str = KEY) -> None:
+    """Have this process's vLLM return spans as `key` of each choice. Its engine core has `mark_versions`."""
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    process_outputs = OutputProcessor.process_outputs
     new_completion_output = RequestState._new_completion_output
     full_generator = ServingTokens.serve_tokens_full_generator
 
     ledger: VersionLedger | None = VersionLedger()
-    received = FIRST
 
     def give_up(error: Exception) -> None:
         nonlocal ledger
@@ -123,33 +127,16 @@ def install(key: str = KEY) -> None:
             logger.warning("This vLLM is not as expected (%s): %s.", error, OTHERWISE)
         ledger = None
 
-    @functools.wraps(update_weights)
-    async def remember_version(self: AsyncLLM, request: Any) -> None:
-        nonlocal received
-        await update_weights(self, request)
-        info = request.update_info
-        received = version_name(info["version"], info.get("run", ""))
-
-    @functools.wraps(finish_weight_update)
-    async def finish_and_mark(self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
-        await finish_weight_update(self, *args, **kwargs)
-        try:
-            self.engine_core.outputs_queue.put_nowait(_Mark(received, self.output_processor))
-        except AttributeError as error:
-            give_up(error)
-
-    @functools.wraps(get_output)
-    async def skip_marks(self: AsyncMPClient) -> Any:
-        # Called by the one task that processes outputs, so all outputs before the mark have been processed.
-        while isinstance(outputs := await get_output(self), _Mark):
-            if ledger is not None:
-                try:
-                    states = outputs.output_processor.request_states
-                    counted = {name: state.detokenizer.num_output_tokens() for name, state in states.items()}
-                    ledger.serve(outputs.version, counted)
-                except AttributeError as error:
-                    give_up(error)
-        return outputs
+    @functools.wraps(process_outputs)
+    def heed_marks(self: OutputProcessor, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if ledger is not None and outputs and outputs[0].request_id.startswith(_MARK):  # it comes alone
+            try:
+                states = self.request_states.items()
+                counted = {name: state.detokenizer.num_output_tokens() for name, state in states}
+                ledger.serve(outputs[0].request_id.removeprefix(_MARK), counted)
+            except AttributeError as error:
+                give_up(error)
+        return process_outputs(self, outputs, *args, **kwargs)  # vLLM passes over requests that it does not know
 
     @functools.wraps(new_completion_output)
     def completion_with_spans(
@@ -177,8 +164,7 @@ def install(key: str = KEY) -> None:
         spans = {output.index: getattr(output, key, None) for output in last.outputs}
         return with_field(reply, key, spans)
 
-    AsyncLLM.update_weights, AsyncLLM.finish_weight_update = remember_version, finish_and_mark
-    AsyncMPClient.get_output_async = skip_marks
+    OutputProcessor.process_outputs = heed_marks
     RequestState._new_completion_output = completion_with_spans
     ServingTokens.serve_tokens_full_generator = reply_with_spans
 

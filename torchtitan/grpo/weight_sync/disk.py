@@ -173,8 +173,7 @@ class FolderLink(ReceiverLink):
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Have the server read the feed's version."""
-        update_info = {"version": feed.version, "run": own_run(), "folder": str(feed.folder)}
-        self._begin(update_info | {"expected": list(feed.expected)})
+        self._begin({"version": feed.version, "folder": str(feed.folder), "expected": list(feed.expected)})
         self._read(buckets, lambda: self._wait_for_reply(time.monotonic() + self.timeout_s))
-        self._finish(feed.version)
+        self._take_into_service(feed.version)
         return self.seconds

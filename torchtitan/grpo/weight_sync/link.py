@@ -21,7 +21,7 @@ from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous, address_towards
 from torchtitan.grpo.weight_wire.transport import Group, in_thread, on_stream, wait
-from torchtitan.grpo.weight_wire.version_names import origin, own_run, version_name, version_of
+from torchtitan.grpo.weight_wire.version_names import origin, own_run, version_of
 
 _CHECK_S = 0.05
 _DRAIN_CHECK_S = 0.25
@@ -100,6 +100,7 @@ class ServerLink:
         self._version = -1
         self._buckets = 0
         self._started = self._stopped = 0.0
+        self._resumed: float | None = None  # when the server did it by itself
         self._clear_cache = True
         self._given = False  # a whole version, on this connection
         self.bytes_done = 0
@@ -147,7 +148,7 @@ class ServerLink:
         # The prefix cache is keyed by version. Clear what an earlier run cached under the same numbers.
         self._clear_cache = self.pause.recompute_kv or not self._given
         self._in_flight.clear()
-        self._started = time.perf_counter()
+        self._started, self._resumed = time.perf_counter(), None
         if self.pause.in_flight:
             with self._phase("pause"):
                 self.control.pause("keep", self._clear_cache)
@@ -187,22 +188,15 @@ class ServerLink:
 
         Returns:
             Seconds by phase. `pause`: from `stop` until the server listened. `wire`: from the first bucket until the
-            server had received the last. `apply`: until it had loaded the last. `acknowledge`: finish, version check
-            and resume. `total`: all of these. `stopped`: from the end of `stop` until the server was resumed, the time
+            server had received the last. `apply`: until it had loaded the last. `acknowledge`: reply, version check and
+            resume. `total`: all of these. `stopped`: from the end of `stop` until the server was resumed, the time
             in which it generated nothing. `wake`, of a server that slept: until it had its memory again. `drain`,
             without `Pause.in_flight`: the part of `pause` in which it finished its running answers.
         """
         raise NotImplementedError
 
-    def _finish(self, version: int) -> None:
-        """Take the weights into service: finish the update, check the version that the server reports, resume it."""
-        started = time.perf_counter()
-        with self._phase("finish"):
-            self.control.finish_update(version_name(version))
-        self._take_into_service(version, started)
-
     def _listens(self) -> None:
-        """The server is ready for the update."""
+        """The server may receive."""
         self.seconds["pause"] = time.perf_counter() - self._started
 
     def _read(self, buckets: Sequence[Bucket], load: Callable[[], None]) -> None:
@@ -216,7 +210,7 @@ class ServerLink:
         self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
 
     def _take_into_service(self, version: int, started: float | None = None) -> None:
-        """Check the version that the server reports, then resume it."""
+        """Check the version that the server reports, and resume a server that does not do so by itself."""
         started = started or time.perf_counter()
         with self._phase("finish"):
             reported = self.control.weight_version()
@@ -229,11 +223,13 @@ class ServerLink:
             with self._phase("wake up"):
                 self.control.wake_up("kv_cache")
             self.seconds["wake"] += time.perf_counter() - waking
-        with self._phase("resume"):
-            self.control.resume()
+        if self._resumed is None:
+            with self._phase("resume"):
+                self.control.resume()
         self._given = True
         now = time.perf_counter()
-        self.seconds |= {"acknowledge": now - started, "stopped": now - self._stopped, "total": now - self._started}
+        stopped = (self._resumed or now) - self._stopped
+        self.seconds |= {"acknowledge": now - started, "stopped": stopped, "total": now - self._started}
 
     def close(self) -> None:
         """Give up the group without waiting for the server."""
@@ -290,19 +286,23 @@ class ServerLink:
 
 
 class ReceiverLink(ServerLink):
-    """A server that runs `weight_wire.receiver`. One call covers the whole plan."""
+    """A server that runs `weight_wire.receiver`. One call covers the whole plan, and resumes a server that is awake."""
 
     control: VllmControl
 
     def _begin(self, update_info: dict) -> None:
         """Have the server listen (`receiver.UpdateInfo`)."""
         self._version = update_info["version"]
-        with self._phase("start"):
-            self.control.start_update()
         self._listens()
+        update_info = update_info | {"run": own_run(), "resume": not self.control.asleep}
         # One call covers the whole plan. Each bucket is bounded by `timeout_s`, and those bounds fire before this one.
         update_timeout_s = (self._buckets + 2) * self.timeout_s
         self._update = in_thread(lambda: self.control.update(update_info, update_timeout_s), "weight-sync-update")
+
+    def _wait_for_reply(self, deadline: float) -> None:
+        super()._wait_for_reply(deadline)
+        if not self.control.asleep:
+            self._resumed = time.perf_counter()
 
 
 class GroupLink(ReceiverLink):
@@ -321,7 +321,7 @@ class GroupLink(ReceiverLink):
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """See `ServerLink.update`."""
         with self._on_stream():
-            self._begin({"version": feed.version, "run": own_run()})
+            self._begin({"version": feed.version})
             wire_started = time.perf_counter()
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
@@ -332,8 +332,8 @@ class GroupLink(ReceiverLink):
             self._wait_in_flight(0)
             feed.release(len(buckets))
             self.seconds["wire"] = time.perf_counter() - wire_started
-            self._acknowledge(feed.expected())
-            self._finish(feed.version)
+            replied = self._acknowledge(feed.expected())
+            self._take_into_service(feed.version, replied)
         return self.seconds
 
     def _post(self, wire: torch.Tensor, payload_bytes: int, filled: torch.cuda.Event | None) -> None:
@@ -353,13 +353,16 @@ class GroupLink(ReceiverLink):
                 self._in_flight.popleft()
                 self.bytes_done += payload_bytes
 
-    def _acknowledge(self, expected: list[int]) -> None:
-        """Wait until every rank of the server has acknowledged the full version and its update call has returned."""
+    def _acknowledge(self, expected: list[int]) -> float:
+        """Wait until every rank of the server has acknowledged the full version and its update call has returned. Both
+        ends compare. Returns when the acknowledgement had come."""
         self.check()  # buckets of a version that was given up may have been overwritten
         started = time.perf_counter()
         with self._phase("acknowledge"):
             deadline = time.monotonic() + self.timeout_s
-            table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64, device=self.device)
+            table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64)
+            table[0] = torch.tensor(expected)
+            table = table.to(self.device)
             what = "the server's acknowledgement"
             wait(self._group.all_reduce(table), deadline, what, self._raise_if_update_failed, self._group.rest)
             for rank, row in enumerate(table.tolist()[1:]):
@@ -370,5 +373,7 @@ class GroupLink(ReceiverLink):
                         f"server rank {rank} acknowledged [ok, version, tensors, bytes, checksum] {row}, "
                         f"expected {expected}"
                     )
-            self.seconds["apply"] = time.perf_counter() - started
+            acknowledged = time.perf_counter()
+            self.seconds["apply"] = acknowledged - started
             self._wait_for_reply(deadline)
+        return acknowledged

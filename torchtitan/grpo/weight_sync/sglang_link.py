@@ -116,7 +116,7 @@ class SglangLink(SglangServerLink):
         """Its checksums, then as ever. SGLang has a quantised layer's last form when the update has ended."""
         started = time.perf_counter()
         with self._phase("finish"):
-            self.control.finish_update(version_name(version))
+            self.control.finish_update()
         with self._phase("verify"):
             self._held.check()
         self._take_into_service(version, started)

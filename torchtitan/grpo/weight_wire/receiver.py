@@ -5,13 +5,14 @@ Imports torch and safetensors only, so it runs in any inference server's environ
 There are two messages, both plain JSON, sent through the server's own HTTP routes:
 
 `POST /init_weight_transfer_engine {"init_info": {...}}`, once per connection, with the fields of `InitInfo`:
-    {"protocol": 4, "run": "gpu01-4711-5f3a2c", "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123,
+    {"protocol": 5, "run": "gpu01-4711-5f3a2c", "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123,
      "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0,
      "plan": [[["model.embed_tokens.weight", "float32", [512, 64], 0], ...], ...]}
 With LoRA also `"adapter": {...}`, the fields of `adapters.AdapterInfo`: the plan is one of adapters then.
 
-`POST /update_weights {"update_info": {"version": 7, "run": "gpu01-4711-5f3a2c"}}`, once per version, with the fields of
-`UpdateInfo`. All buckets move within this one call.
+`POST /update_weights {"update_info": {"version": 7, "run": "gpu01-4711-5f3a2c", "resume": true}}`, once per version and
+to a paused server, with the fields of `UpdateInfo`. All buckets move within this one call. If the acknowledgement is
+what the trainer expects, it takes the version into service. Otherwise it fails, and the server stays paused.
 
 With backend "disk" there is no group. `update_info` names the folder that holds the version, and says what a server
 that has all of it would acknowledge. The HTTP reply is the acknowledgement.
@@ -69,11 +70,12 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """What a server needs per update. With backend "disk", `folder` holds the version's files, and `expected` is the
-    acknowledgement of all of them (ACK_FIELDS)."""
+    """What a server needs per update. With `resume` it goes on by itself. With backend "disk", `folder` holds the
+    version's files, and `expected` is the acknowledgement of all of them (ACK_FIELDS)."""
 
     version: int
     run: str = ""
+    resume: bool = False
     folder: str = ""
     expected: list[int] | None = None
 
@@ -143,7 +145,8 @@ class Receiver:
             copies: See `receive_buckets`.
 
         Raises:
-            ValueError: A bucket was torn: wrong version, index, size or checksum. It is not given to `load`.
+            ValueError: A bucket was torn: wrong version, index, size or checksum. It is not given to `load`. Or what
+                came is not all of what the trainer sent.
             TimeoutError, RuntimeError: The trainer is slow or gone. The group is given up; the trainer connects again.
             Anything that `load` or `complete` raises.
 
@@ -208,7 +211,10 @@ class Receiver:
                 complete()
             except Exception as error:
                 failure = error
-        self._acknowledge([failure is None, version, names, received_bytes, combine_checksums(checksums)])
+        own = [int(failure is None), version, names, received_bytes, combine_checksums(checksums)]
+        expected = self._acknowledge(own)
+        if failure is None and own != expected:
+            failure = ValueError(f"[ok, version, tensors, bytes, checksum] {own} is not the trainer's {expected}")
         return failure
 
     def _read_buckets(self, info: UpdateInfo, load: LoadBucket, complete: Callable[[], None] | None) -> None:
@@ -248,14 +254,15 @@ class Receiver:
             raise ValueError(f"{where}: checksum of its {got_bytes} bytes is {own_checksum}, sent {sent_checksum}")
         return sent_checksum
 
-    def _acknowledge(self, fields: list[int]) -> None:
-        """Add this rank's row to a table [world_size, ACK_FIELDS] that the trainer reads."""
+    def _acknowledge(self, fields: list[int]) -> list[int]:
+        """Add this rank's row to a table [world_size, ACK_FIELDS]. Its first row is what the trainer expects."""
         table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64)
         table[self._group.rank] = torch.tensor(fields)
         table = table.to(self.device)
         deadline = time.monotonic() + self.info.timeout_seconds
         what = f"the trainer to take the acknowledgement of version {fields[1]}"
         wait(self._group.all_reduce(table), deadline, what, self._group.raise_if_abandoned, self._group.rest)
+        return table[0].tolist()
 
     def close(self) -> None:
         """Leave the group without waiting."""

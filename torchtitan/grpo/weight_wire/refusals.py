@@ -10,7 +10,7 @@ ELSEWHERE = 'transport "ipc" cannot reach this server'
 PROTOCOLS = "weight transfer protocol"
 """Of a trainer with another protocol."""
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 def other_protocol(trainer: object, server: object) -> str:

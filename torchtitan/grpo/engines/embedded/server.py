@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -26,6 +26,7 @@ from torchtitan.grpo.errors import shown
 from torchtitan.grpo.inside_vllm.backend import FINGERPRINTS
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 from torchtitan.grpo.weight_wire.model_identity import KEY, identity
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class Cohort:
 class EmbeddedApp:
     """The HTTP application.
 
-    Routes, bodies and replies are those of vLLM 0.32 (its development and scale-out routes), as far as a trainer uses
-    them, so one client serves both. Three things differ from vLLM. Weight updates are refused unless the server is
+    Routes, bodies and replies are those of vLLM 0.32 with our plug-in (its development and scale-out routes), as far as
+    a trainer uses them, so one client serves both. Three things differ. Weight updates are refused unless the server is
     paused. A server with an unfinished update does not resume (I3). Requests with the same `COHORT_HEADER` start as one
     batch.
     """
@@ -61,7 +62,6 @@ class EmbeddedApp:
         self._cohorts: dict[str, Cohort] = {}
         self._receiver: Any = None
         self._joining: Future | None = None
-        self._update: Literal["none", "started", "received"] = "none"
         self.torn = False
         self._tokenizer: Any = None
 
@@ -79,9 +79,7 @@ class EmbeddedApp:
                 web.get("/is_paused", self.is_paused),
                 web.get("/get_world_size", self.get_world_size),
                 web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
-                web.post("/start_weight_update", self.start_weight_update),
                 web.post("/update_weights", self.update_weights),
-                web.post("/finish_weight_update", self.finish_weight_update),
                 web.get("/weight_info", self.weight_info),
                 web.post("/collective_rpc", self.collective_rpc),
                 *sleep_routes(self),
@@ -252,43 +250,34 @@ class EmbeddedApp:
         self._receiver = receiver
         return web.json_response({"message": "Weight transfer initialized"})
 
-    async def start_weight_update(self, _: web.Request) -> web.Response:
-        if self._receiver is None:
-            raise BadRequest("call /init_weight_transfer_engine first")
-        if not self.worker.paused:
-            raise BadRequest("pause the server before a weight update")
-        self._update = "started"
-        return web.json_response({"message": "Weight update started"})
-
     async def update_weights(self, http: web.Request) -> web.Response:
+        from torchtitan.grpo.weight_wire.receiver import UpdateInfo
+
         update_info = (await bodies.json_of(http)).get("update_info")
         receiver, model = self._receiver, self.generator.model
-        if self._update != "started" or receiver is None:
-            raise BadRequest("call /start_weight_update first")
+        if receiver is None:
+            raise BadRequest("call /init_weight_transfer_engine first")
         if not self.worker.paused:
             raise BadRequest("pause the server before a weight update")
         if not isinstance(update_info, dict):
             raise BadRequest("update_info must be an object")
-        # After a failed update, a new one must start from the beginning. Until one succeeds, the weights are torn.
-        self.torn, self._update = True, "none"
+        info = UpdateInfo(**update_info)
+        self.torn = True  # until an update succeeds
         adapter = receiver.info.adapter
-        info = AdapterInfo(**adapter) if adapter is not None else None
-        update = await self._call(lambda: ModelUpdate(model, info, receiver.names))
+        served = AdapterInfo(**adapter) if adapter is not None else None
+        update = await self._call(lambda: ModelUpdate(model, served, receiver.names))
         await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete, copies=True))
         if receiver is not self._receiver:
             raise BadRequest("a trainer has connected since this update began")
-        self._update = "received"
+        await self._serve(version_name(info.version, info.run))
+        if info.resume:
+            await asyncio.wrap_future(self.worker.resume())
         return web.json_response({"message": "Weights updated"})
 
-    async def finish_weight_update(self, http: web.Request) -> web.Response:
-        body = await bodies.json_of(http) if http.can_read_body else {}
-        if self._update != "received":
-            raise BadRequest("call /start_weight_update and /update_weights first")
-        self._update = "none"
-        version = str(body.get("weight_version") or self.generator.version)
+    async def _serve(self, version: str) -> None:
+        """All of this version is here."""
         await self._call(lambda: setattr(self.generator, "version", version))
         self.torn = False
-        return web.json_response({"message": "Weight update finished"})
 
     async def collective_rpc(self, http: web.Request) -> web.Response:
         """vLLM's route, with the one method that our plug-in adds there."""
