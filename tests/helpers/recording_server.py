@@ -47,8 +47,8 @@ class RecordingApp(EmbeddedApp):
         write_down(did, self.generator.version)
         return await super().generate(http)
 
-    async def _serve(self, version: str) -> None:
-        await super()._serve(version)
+    def _serve(self, version: str, resume: bool) -> None:
+        super()._serve(version, resume)
         write_down("took", version)
 
 

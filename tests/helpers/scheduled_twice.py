@@ -1,7 +1,8 @@
 """The same requests in two of vLLM's schedulers, one with `quick_slots`: every step must be the same. vLLM's Python
-imports it. And requests that wait through a pause, with and without `old_prefixes`."""
+imports it. And requests that wait through a pause or come late, with and without `old_prefixes`."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,12 +46,13 @@ class _Run:
 
         self.scheduler.kv_cache_manager.allocate_slots = counted
 
-    def add(self, name: str, prompt: list[int], length: int) -> None:
+    def add(self, name: str, prompt: list[int], length: int, salt: str | None = None) -> None:
         params = SamplingParams(max_tokens=40, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         params._all_stop_token_ids = {END}
         params.stop_token_ids = [END]
         self._lengths[name] = length
-        self.scheduler.add_request(Request(name, list(prompt), params, None, 0.0, block_hasher=self._hasher))
+        request = Request(name, list(prompt), params, None, 0.0, cache_salt=salt, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
 
     def step(self) -> dict[str, Any]:
         """Schedule one, and give the step before its tokens if steps overlap."""
@@ -114,18 +116,23 @@ def compare(config: Any, overlapping: bool, seed: int = 0, steps: int = 400) -> 
 
 
 def found_after_pause(config: Any, ours: bool) -> list[list[str]]:
-    """Whose blocks two requests have that waited through a pause beside an answer that goes on, of the same prompt."""
+    """Whose blocks requests have of the same prompt: two that waited through an update beside an answer that goes on,
+    one that came after it with the salt from before, and one with the new salt."""
     run = _Run(config, Scheduler)
+    engine = SimpleNamespace(scheduler=run.scheduler, set_weight_version=lambda name: None)
     if ours:
-        old_prefixes.install(run.scheduler)
-    prompt, names = list(range(10, 10 + 2 * BLOCK + 1)), ["runs", "waits", "waits too"]
-    run.add(names[0], prompt, 20)
+        old_prefixes.install(engine)
+    prompt, names = list(range(10, 10 + 2 * BLOCK + 1)), ["runs", "waits", "waits too", "late", "new", "new too"]
+    run.add(names[0], prompt, 20, "6")
     run.step()
     run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    for name in names[1:]:
-        run.add(name, prompt, 20)
+    for name in names[1:3]:
+        run.add(name, prompt, 20, "6")
     run.step()
+    engine.set_weight_version("7@r")
     run.scheduler.set_pause_state(PauseState.UNPAUSED)
+    for name, salt in zip(names[3:], "677", strict=True):
+        run.add(name, prompt, 20, salt)
     seen = run.step()
     assert seen["cached"][0] == names[:1], "the answer does not go on"
     owners: dict[int, str] = {}

@@ -61,9 +61,10 @@ no_slots = SimpleNamespace(
     block_pool=SimpleNamespace(get_cached_block=of),
 )
 scheduler = SimpleNamespace(requests={}, update_from_output=of, finish_requests=of, kv_cache_manager=no_slots)
-scheduler.set_pause_state = of
+scheduler.set_pause_state = scheduler.add_request = of
 engine = SimpleNamespace(
-    vllm_config=config, scheduler=scheduler, collective_rpc=of, pause_scheduler=of, _handle_shutdown=lambda: False
+    vllm_config=config, scheduler=scheduler, collective_rpc=of, pause_scheduler=of, _handle_shutdown=lambda: False,
+    set_weight_version=of,
 )
 try:
     core.EngineCoreProc.run_busy_loop(engine)
@@ -115,19 +116,25 @@ def pause():
     return done
 
 def update():
-    '''What an update does, in order: in an engine core, where one fails too, and in API servers of one and two.'''
+    '''What updates do, in order: in an engine core of two workers, and in API servers of one engine and of two.'''
     import asyncio
-    done, fails = [], False
-    def call(method, **_):
-        done.append(method)
-        if fails and method == "update_weights": raise ValueError
+    from torchtitan.grpo.inside_vllm.whole_update import in_worker
+    done, info = [], {"version": 7, "run": "r", "resume": True}
+    class Worker:
+        _weight_update_active, fails = True, ""
+        def __getattr__(self, name): return lambda *_: done.append(name)
+        def finish_weight_update(self):
+            done.append("finish_weight_update")
+            if self.fails: raise ValueError(self.fails)
+    workers = [Worker(), Worker()]
     engine = core.EngineCoreProc.__new__(core.EngineCoreProc)
-    engine.collective_rpc, engine.set_weight_version = call, done.append
+    engine.set_weight_version, engine.is_scheduler_paused = done.append, lambda: paused
+    engine.collective_rpc = lambda _, args: [in_worker(worker, *args) for worker in workers]
     engine.resume_scheduler = lambda: done.append("resumed")
-    engine.take_version(info := {"version": 7, "run": "r", "resume": True}, True)
-    fails = True
-    try: engine.take_version(info, True)
-    except ValueError: done.append("failed")
+    for paused, workers[0].fails in ((True, ""), (True, "torn"), (False, "")):
+        try: engine.take_version(info, True)
+        except RuntimeError as error: done.append(str(error))
+    done.append([worker._weight_update_active for worker in workers])
     async def call_utility_async(*arguments): done.append(arguments)
     async def resume_generation(): done.append("resumed")
     server = async_llm.AsyncLLM.__new__(async_llm.AsyncLLM)
@@ -245,8 +252,9 @@ def test_with_our_backend_a_server_is_set_up_when_it_starts(looks: dict[str, tup
 
 def test_an_update_is_one_call_and_resumes_the_server_unless_it_fails(looks: dict[str, tuple[dict, str]]) -> None:
     found, _ = looks["ours"]
-    started, info = ["start_weight_update", "update_weights"], {"version": 7, "run": "r", "resume": True}
-    engine = [*started, "finish_weight_update", "7@r", "resumed", *started, "failed"]
+    workers, info = 2 * ["start_weight_update", "update_weights", "finish_weight_update"], {"version": 7, "run": "r"}
+    info["resume"] = True
+    engine = [*workers, "7@r", "resumed", *workers, "torn", "pause the server before a weight update", [False, True]]
     server = [["take_version", info, True], ["take_version", info, False], "resumed"]
     assert found["update"] == engine + server
 
@@ -261,5 +269,6 @@ def test_slots_are_found_with_less_work_and_every_step_is_the_same(looks: dict[s
 
 def test_who_waited_through_an_update_finds_the_new_weights_prefix_alone(looks: dict[str, tuple[dict, str]]) -> None:
     plain, ours = looks["ours"][0]["found"]  # the prompt fills two blocks, and begins a third
-    assert plain == [["runs", "runs", "waits"], ["runs", "runs", "waits too"]]
-    assert ours == [["waits"] * 3, ["waits", "waits", "waits too"]]
+    new = [["new"] * 3, ["new", "new", "new too"]]
+    assert plain == [["runs", "runs", "waits"], ["runs", "runs", "waits too"], ["runs", "runs", "late"], *new]
+    assert ours == [["waits"] * 3, ["waits", "waits", "waits too"], ["late"] * 3, *new]

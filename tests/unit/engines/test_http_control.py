@@ -101,6 +101,13 @@ def test_a_route_that_a_server_lacks_is_asked_for_once_on_a_connection(url, monk
     assert [control.weight_version() for _ in range(2)] == ["7", "7"]
 
 
+def test_a_server_on_the_trainers_gpu_is_told_apart_by_nccls_word():
+    said = "Worker failed with error 'NCCL error in: NCCLUtils.cpp:93, invalid usage, NCCL version 2.28.9\nLast error: "
+    said += "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60'"
+    with pytest.raises(UserError, match=r'is on the trainer.s GPU.*set \[weight_sync\] transport = "ipc"'):
+        VllmControl("http://127.0.0.1:1")._explain(500, "connect", "/init_weight_transfer_engine", said)
+
+
 @pytest.mark.parametrize(("listens", "hint"), [(True, "if it hangs"), (False, "Start the server")])
 def test_the_error_of_an_unhealthy_server_says_what_to_do(listens, hint):
     with socket.socket() as taken:

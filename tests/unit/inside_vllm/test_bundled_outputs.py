@@ -21,6 +21,7 @@ from torchtitan.grpo.inside_vllm.bundled_outputs import (
     messages,
     tokens_per_entry,
 )
+from torchtitan.grpo.inside_vllm.whole_update import TAKE
 
 
 class Reason(enum.IntEnum):
@@ -273,10 +274,9 @@ def test_a_request_that_is_aborted_between_steps_is_forgotten(core: Core) -> Non
     assert core.output_queue.empty()
 
 
-@pytest.mark.parametrize("call", ["update_weights", "finish_weight_update"])
-def test_a_pause_that_aborts_sends_experts_first_and_new_weights_send_tokens_alone(core: Core, call: str) -> None:
+def test_a_pause_that_aborts_sends_experts_first_and_new_weights_send_tokens_alone(core: Core) -> None:
     step(core, entry("a", 0, routed_experts=experts(0)))
-    core.collective_rpc(call)
+    core.collective_rpc(TAKE)
     (sent,) = core.output_queue.get_nowait()[1].outputs
     assert sent.new_token_ids == [0] and sent.routed_experts is None
     step(core, entry("a", 1, routed_experts=experts(1)))

@@ -183,6 +183,11 @@ class VllmControl(HttpControl):
                 why = said[said.index(mark) :].partition(_VLLM_ADDS)[0]
                 mend = '. Set [weight_sync] transport = "auto"' * (mark == ELSEWHERE)
                 raise UserError(f"{self.url}: {why}{mend}")
+        if _SAME_GPU in said:
+            raise UserError(
+                f"{self.url}: the server is on the trainer's GPU, where NCCL joins no two processes: set [weight_sync] "
+                'transport = "ipc"'
+            )
         if any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "
@@ -199,4 +204,6 @@ def served_identity(model: dict[str, Any]) -> ModelIdentity:
 _VLLM_ADDS = "', please check the stack trace"
 _OTHER_FIELDS = " InitInfo.__init__()"
 """Of `receiver.InitInfo`; other engines have longer names."""
+_SAME_GPU = "Duplicate GPU detected"
+"""NCCL's word (2.28)."""
 _WRONG_BACKEND = ("Weight transfer not configured", "Invalid init_info for")

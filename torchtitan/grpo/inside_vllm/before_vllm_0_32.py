@@ -7,6 +7,7 @@
                                         of command.py need return nothing
     engines/vllm.py, vllm_control.py    a token's version by its start; no /weight_info
     inside_vllm/transfer_engine.py      `trainer_send_weights` and `_vllm_config`
+    inside_vllm/plugin.py, whole_update.py    the marks; the look for `set_weight_version`
 
 vLLM 0.32 returns `weight_versions` with each choice of its generate route: spans [{"version", "start", "end"}] over the
 answer's tokens. An older vLLM returns the same by bookkeeping in its API server:

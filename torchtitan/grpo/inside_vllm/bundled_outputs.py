@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.grpo.inside_vllm.whole_update import TAKE
+
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
 VARIABLE = "BUNDLE_TOKENS"
@@ -348,7 +350,7 @@ def install(engine: Any) -> None:
     @functools.wraps(call_workers)
     def send_before_new_weights(method: Any, *args: Any, **kwargs: Any) -> Any:
         # The server is paused. Later tokens are sampled by the new weights. The API server reads while weights come.
-        if method in ("update_weights", "finish_weight_update"):
+        if method == TAKE:
             send_all()
         return call_workers(method, *args, **kwargs)
 

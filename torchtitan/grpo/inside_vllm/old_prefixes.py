@@ -1,26 +1,29 @@
-"""A request that waits through an update of weights finds no prefix that the old weights computed.
+"""A request that was asked before an update of weights finds no prefix that the old weights computed.
 
 A request's salt is the version that the server had when it was asked. If an update in flight keeps keys and values, the
-new weights alone sample the answer of a request that waited in vLLM's queue, but it would read what the old ones have
-cached under that salt. `SamplerCheck` would then find its log-probabilities wrong for their version, and the server
-faulty. Only of a prompt that was half computed then, such a request may still find the rest.
+new weights alone sample the answer of a request that waited in vLLM's queue, or came a moment after the update. But it
+would read what the old ones have cached under that salt. `SamplerCheck` would then find its log-probabilities wrong for
+their version, and the server faulty. Only of a prompt that was half computed then, such a request may still find the
+rest.
 """
 
 import functools
 from typing import Any
 
 
-def install(scheduler: Any) -> None:
+def install(engine: Any) -> None:
     """In an engine core.
 
     Args:
-        scheduler: vLLM's `Scheduler`.
+        engine: The `EngineCoreProc`, with `set_weight_version`.
     """
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.request import RequestStatus
 
-    manager, set_state = scheduler.kv_cache_manager, scheduler.set_pause_state
+    scheduler = engine.scheduler
+    manager, set_state, add = scheduler.kv_cache_manager, scheduler.set_pause_state, scheduler.add_request
     find, evict, groups = manager.block_pool.get_cached_block, manager.evict_blocks, manager.num_kv_cache_groups
+    set_version, salt = engine.set_weight_version, ""
 
     def forget() -> None:
         """Running answers keep the blocks, but nobody finds them."""
@@ -38,4 +41,17 @@ def install(scheduler: Any) -> None:
             forget()
         set_state(state)
 
-    scheduler.set_pause_state = forget_and_set
+    @functools.wraps(set_version)
+    def note_version(name: str) -> None:
+        nonlocal salt
+        salt = name.partition("@")[0]
+        set_version(name)
+
+    @functools.wraps(add)
+    def add_request(request: Any) -> None:
+        if salt and request.cache_salt != salt:
+            request.skip_reading_prefix_cache = True
+        add(request)
+
+    scheduler.set_pause_state, scheduler.add_request = forget_and_set, add_request
+    engine.set_weight_version = note_version

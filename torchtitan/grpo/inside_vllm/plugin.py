@@ -94,7 +94,7 @@ def _hook() -> None:
     def take_version(self: Any, update_info: Any, resume: bool) -> None:
         from torchtitan.grpo.inside_vllm import whole_update
 
-        whole_update.take_version(self, update_info, resume)
+        whole_update.in_engine_core(self, update_info, resume)
 
     AsyncLLM.__init__, EngineCoreProc.run_busy_loop = init_hooked, run_hooked
     EngineCoreProc.take_version = take_version
@@ -146,10 +146,10 @@ def set_up_engine_core(engine: Any) -> None:
     end_with_parent()
     gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
     if not before_vllm_0_32.reported_by_vllm():
-        change("marks of versions", before_vllm_0_32.mark_versions, before_vllm_0_32.OTHERWISE)
+        change("marks of versions", before_vllm_0_32.mark_versions, None)
     change("bundles", lambda: bundled_outputs.install(engine), "it sends its API server every token by itself")
     change("slots", lambda: quick_slots.install(engine.scheduler), "it takes longer to schedule many answers")
-    change("prefixes", lambda: old_prefixes.install(engine.scheduler), "requests that wait may find old prefixes")
+    change("prefixes", lambda: old_prefixes.install(engine), "requests that wait may find old prefixes")
 
 
 def end_with_parent() -> None:

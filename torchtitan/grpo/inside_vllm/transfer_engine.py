@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.worker.worker_base import WorkerBase
 
-from torchtitan.grpo.inside_vllm import adapters
+from torchtitan.grpo.inside_vllm import adapters, whole_update
 from torchtitan.grpo.inside_vllm.adapters import ServedAdapters
 from torchtitan.grpo.inside_vllm.backend import FINGERPRINTS
 from torchtitan.grpo.inside_vllm.base_weights import base_fingerprints
@@ -108,6 +108,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         workspaces = ((layer, getattr(layer, "workspace", None)) for layer in self.model.modules())
         self._workspaces = [(layer, kept) for layer, kept in workspaces if isinstance(kept, torch.Tensor)]
         setattr(WorkerBase, FINGERPRINTS, lambda worker: worker.weight_transfer_engine.held())
+        setattr(WorkerBase, whole_update.TAKE, whole_update.in_worker)
 
     def held(self) -> dict[str, str]:
         """Fingerprints of the weights in service that this worker can read back whole: those that `direct_load` places.

@@ -6,22 +6,45 @@ one fails, the server stays paused.
 """
 
 import functools
+import logging
 from typing import Any
 
 from torchtitan.grpo.weight_wire.version_names import version_name
 
+logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
-def take_version(engine: Any, update_info: dict[str, Any], resume: bool) -> None:
-    """In the thread of a paused engine core. Raises what a worker raises.
+TAKE = "take_version"
+"""What the engine core's method is called, and the workers'."""
 
-    Args:
-        engine: The `EngineCoreProc`. plugin.py makes this a method of it.
-        update_info: Fields of `receiver.UpdateInfo`.
-        resume: Go on generating.
+
+def in_worker(worker: Any, update_info: dict[str, Any]) -> str:
+    """Take a version (`receiver.UpdateInfo`): what went wrong, or "".
+
+    An error that is raised would leave vLLM out of step: it reads no reply behind the first failure of several workers,
+    and refuses the next update where one did not end.
     """
-    engine.collective_rpc("start_weight_update")
-    engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
-    engine.collective_rpc("finish_weight_update")
+    try:
+        worker.start_weight_update()
+        worker.update_weights(update_info)
+        worker.finish_weight_update()
+    except Exception as error:
+        logger.exception("The weight update failed")
+        worker._weight_update_active = False
+        return str(error) or repr(error)
+    return ""
+
+
+def in_engine_core(engine: Any, update_info: dict[str, Any], resume: bool) -> None:
+    """Have all workers take a version, and go on generating, with `resume`.
+
+    Raises:
+        RuntimeError: The engine is not paused, or a worker failed.
+    """
+    if not engine.is_scheduler_paused():
+        raise RuntimeError("pause the server before a weight update")
+    for error in engine.collective_rpc(TAKE, args=(update_info,)):
+        if error:
+            raise RuntimeError(error)
     if hasattr(engine, "set_weight_version"):  # one with data parallelism has none before vLLM 0.32
         engine.set_weight_version(version_name(update_info["version"], update_info.get("run", "")))
     if resume:
@@ -38,7 +61,7 @@ def install() -> None:
         info = request.update_info
         resume = info.get("resume", False)
         several = self.vllm_config.parallel_config.data_parallel_size > 1
-        await self.engine_core.call_utility_async(take_version.__name__, info, resume and not several)
+        await self.engine_core.call_utility_async(TAKE, info, resume and not several)
         if resume and several:  # once all engines have it
             await self.resume_generation()
 

@@ -30,7 +30,8 @@ _SERVER_SAYS_WHY_S = 2.0
 
 
 class WeightSyncError(PlainError, RuntimeError):
-    """A version did not reach a server. That server stays paused: it may hold a mix of old and new weights."""
+    """A version did not reach a server, or was not seen to. A server without all of it stays paused: it may hold a mix
+    of old and new weights."""
 
     def __init__(self, server: str, phase: str, version: int, bytes_done: int, cause: object):
         self.server, self.phase, self.version, self.bytes = server, phase, version, bytes_done
@@ -58,8 +59,8 @@ class ServerLink:
     """One server, used from one thread at a time.
 
     A version takes `stop`, then `update`, which resumes the server. A failure raises WeightSyncError, gives up the
-    group, if there is one, and leaves the server paused, so it never serves a mix of versions (I3). `connect` starts
-    over.
+    group, if there is one, and leaves a server that has not all of the version paused, so it never serves a mix of two
+    (I3). `connect` starts over.
 
         ServerLink
           ReceiverLink             servers that run weight_wire/receiver.py: vLLM, embedded
@@ -149,6 +150,10 @@ class ServerLink:
         self._clear_cache = self.pause.recompute_kv or not self._given
         self._in_flight.clear()
         self._started, self._resumed = time.perf_counter(), None
+        if self.control.asleep:  # and then pause: one that was restarted is awake, and goes on
+            with self._phase("wake up"):
+                self.control.wake_up("weights")
+            self.seconds["wake"] = time.perf_counter() - self._started
         if self.pause.in_flight:
             with self._phase("pause"):
                 self.control.pause("keep", self._clear_cache)
@@ -157,10 +162,6 @@ class ServerLink:
                 self._drain()
             self.seconds["drain"] = time.perf_counter() - self._started
         self._stopped = time.perf_counter()
-        if self.control.asleep:
-            with self._phase("wake up"):
-                self.control.wake_up("weights")
-            self.seconds["wake"] = time.perf_counter() - self._stopped
 
     def _drain(self) -> None:
         """Have the server finish its running answers."""
@@ -187,9 +188,9 @@ class ServerLink:
             feed: What the transport's `VersionCopy` gives; over a group a `Feed`.
 
         Returns:
-            Seconds by phase. `pause`: from `stop` until the server listened. `wire`: from the first bucket until the
-            server had received the last. `apply`: until it had loaded the last. `acknowledge`: reply, version check and
-            resume. `total`: all of these. `stopped`: from the end of `stop` until the server was resumed, the time
+            Seconds by phase. `pause`: from `stop` until the server is told to receive. `wire`: from then until it had
+            received the last bucket. `apply`: until it had loaded the last. `acknowledge`: reply, or else version check
+            and resume. `total`: all of these. `stopped`: from the end of `stop` until the server was resumed, the time
             in which it generated nothing. `wake`, of a server that slept: until it had its memory again. `drain`,
             without `Pause.in_flight`: the part of `pause` in which it finished its running answers.
         """
@@ -210,26 +211,29 @@ class ServerLink:
         self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
 
     def _take_into_service(self, version: int, started: float | None = None) -> None:
-        """Check the version that the server reports, and resume a server that does not do so by itself."""
+        """Check the version that the server reports, then resume it; unless it did so by itself."""
         started = started or time.perf_counter()
-        with self._phase("finish"):
-            reported = self.control.weight_version()
-            if reported is not None and version_of(reported) != version:
-                raise RuntimeError(
-                    f"the server reports weights {reported!r} after version {version}: {origin(reported)}"
-                )
-        if self.control.asleep:  # nothing samples before the version is whole
-            waking = time.perf_counter()
-            with self._phase("wake up"):
-                self.control.wake_up("kv_cache")
-            self.seconds["wake"] += time.perf_counter() - waking
         if self._resumed is None:
+            self._check_version(version)
+            if self.control.asleep:  # nothing samples before the version is whole
+                waking = time.perf_counter()
+                with self._phase("wake up"):
+                    self.control.wake_up("kv_cache")
+                self.seconds["wake"] += time.perf_counter() - waking
             with self._phase("resume"):
                 self.control.resume()
         self._given = True
         now = time.perf_counter()
         stopped = (self._resumed or now) - self._stopped
         self.seconds |= {"acknowledge": now - started, "stopped": stopped, "total": now - self._started}
+
+    def _check_version(self, version: int) -> None:
+        with self._phase("finish"):
+            reported = self.control.weight_version()
+            if reported is not None and version_of(reported) != version:
+                raise RuntimeError(
+                    f"the server reports weights {reported!r} after version {version}: {origin(reported)}"
+                )
 
     def close(self) -> None:
         """Give up the group without waiting for the server."""
@@ -307,7 +311,7 @@ class ReceiverLink(ServerLink):
 
 class GroupLink(ReceiverLink):
     """A process group with the server. An update begins (the server's receive loop starts), posts each bucket with at
-    most `num_buffers` on the wire, waits for the acknowledgement and finishes."""
+    most `num_buffers` on the wire, and waits for the acknowledgement and the reply."""
 
     def _connect(self, plan_info: dict) -> None:
         deadline = time.monotonic() + self.timeout_s

@@ -262,22 +262,24 @@ class EmbeddedApp:
         if not isinstance(update_info, dict):
             raise BadRequest("update_info must be an object")
         info = UpdateInfo(**update_info)
-        self.torn = True  # until an update succeeds
         adapter = receiver.info.adapter
         served = AdapterInfo(**adapter) if adapter is not None else None
-        update = await self._call(lambda: ModelUpdate(model, served, receiver.names))
-        await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete, copies=True))
-        if receiver is not self._receiver:
-            raise BadRequest("a trainer has connected since this update began")
-        await self._serve(version_name(info.version, info.run))
-        if info.resume:
-            await asyncio.wrap_future(self.worker.resume())
+
+        def take() -> None:
+            self.torn = True  # until an update succeeds
+            update = ModelUpdate(model, served, receiver.names)
+            receiver.receive(update_info, update.load, update.check_complete, copies=True)
+            if receiver is not self._receiver:
+                raise BadRequest("a trainer has connected since this update began")
+            self._serve(version_name(info.version, info.run), info.resume)
+
+        await self._call(take)
         return web.json_response({"message": "Weights updated"})
 
-    async def _serve(self, version: str) -> None:
+    def _serve(self, version: str, resume: bool) -> None:
         """All of this version is here."""
-        await self._call(lambda: setattr(self.generator, "version", version))
-        self.torn = False
+        self.generator.version, self.torn = version, False
+        self.worker.paused = self.worker.paused and not resume
 
     async def collective_rpc(self, http: web.Request) -> web.Response:
         """vLLM's route, with the one method that our plug-in adds there."""
