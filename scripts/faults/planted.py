@@ -97,7 +97,6 @@ def vllm() -> None:
     """In each process of a vLLM server."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -107,8 +106,10 @@ def vllm() -> None:
                 params.top_p = TOP_P
 
     def forget_salt(_: Any, request: Any) -> None:
-        if fault() == "prefix":
+        if fault() == "prefix":  # behind our plug-in, which gives a request without a salt one
             request.cache_salt = None
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     def change(worker: Any, *_: Any) -> None:
         change_weights(worker.model_runner.model)
@@ -116,7 +117,7 @@ def vllm() -> None:
 
     after(Worker, "finish_weight_update", change)
     before(InputProcessor, "process_inputs", sample_from_a_part)
-    before(EngineCore, "preprocess_add_request", forget_salt)
+    before(Scheduler, "_enqueue_waiting_request", forget_salt)
     unless(Scheduler, "reset_prefix_cache", ("prefix", "kv"), True)
     try:
         from torchtitan.grpo.inside_vllm.adapters import ServedAdapters

@@ -117,12 +117,13 @@ def compare(config: Any, overlapping: bool, seed: int = 0, steps: int = 400) -> 
 
 def found_after_pause(config: Any, ours: bool) -> list[list[str]]:
     """Whose blocks requests have of the same prompt: two that waited through an update beside an answer that goes on,
-    one that came after it with the salt from before, and one with the new salt."""
+    two that came after it with the salt from before, and two with the new salt."""
     run = _Run(config, Scheduler)
     engine = SimpleNamespace(scheduler=run.scheduler, set_weight_version=lambda name: None)
     if ours:
         old_prefixes.install(engine)
-    prompt, names = list(range(10, 10 + 2 * BLOCK + 1)), ["runs", "waits", "waits too", "late", "new", "new too"]
+    prompt = list(range(10, 10 + 2 * BLOCK + 1))
+    names = ["runs", "waits", "waits too", "late", "late too", "new", "new too"]
     run.add(names[0], prompt, 20, "6")
     run.step()
     run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -131,7 +132,7 @@ def found_after_pause(config: Any, ours: bool) -> list[list[str]]:
     run.step()
     engine.set_weight_version("7@r")
     run.scheduler.set_pause_state(PauseState.UNPAUSED)
-    for name, salt in zip(names[3:], "677", strict=True):
+    for name, salt in zip(names[3:], "6677", strict=True):
         run.add(name, prompt, 20, salt)
     seen = run.step()
     assert seen["cached"][0] == names[:1], "the answer does not go on"

@@ -269,6 +269,6 @@ def test_slots_are_found_with_less_work_and_every_step_is_the_same(looks: dict[s
 
 def test_who_waited_through_an_update_finds_the_new_weights_prefix_alone(looks: dict[str, tuple[dict, str]]) -> None:
     plain, ours = looks["ours"][0]["found"]  # the prompt fills two blocks, and begins a third
-    new = [["new"] * 3, ["new", "new", "new too"]]
-    assert plain == [["runs", "runs", "waits"], ["runs", "runs", "waits too"], ["runs", "runs", "late"], *new]
-    assert ours == [["waits"] * 3, ["waits", "waits", "waits too"], ["late"] * 3, *new]
+    waits, late, new = ([[kind] * 3, [kind, kind, f"{kind} too"]] for kind in ("waits", "late", "new"))
+    assert plain == [["runs", "runs", name] for name in ("waits", "waits too", "late", "late too")] + new
+    assert ours == waits + late + new

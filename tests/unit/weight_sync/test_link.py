@@ -5,16 +5,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 
 from tests.helpers.embedded_servers import ServerThread
+from torchtitan.grpo.engines.embedded import server as embedded
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.inside_vllm.backend import FINGERPRINTS
 from torchtitan.grpo.weight_sync.disk import FolderLink
 from torchtitan.grpo.weight_sync.link import GroupLink, Pause, ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Dropped
@@ -104,6 +108,28 @@ def test_a_server_that_fell_asleep_without_a_reply_is_woken(server: ServerThread
     assert all(weight.isnan().all() and weight.numel() for weight in weights)
     with pytest.raises(EngineError, match="a weight update failed or is not finished"):
         link.control.resume()
+
+
+def test_what_is_asked_while_an_update_waits_for_its_turn_is_refused_if_it_fails(
+    server: ServerThread, link: GroupLink, monkeypatch: pytest.MonkeyPatch
+):
+    busy = threading.Event()
+    monkeypatch.setattr(embedded, "held_fingerprints", lambda model: busy.set() or time.sleep(0.5) or {})
+    link.connect(INFO)
+    link.control.pause()
+    link.close()  # the trainer is gone
+    body = {"version": 1, "resume": True}
+    with ThreadPoolExecutor() as pool:
+        pool.submit(requests.post, f"{server.url}/collective_rpc", json={"method": FINGERPRINTS}, timeout=10)
+        assert busy.wait(10)
+        update = pool.submit(link.control.update, body)
+        time.sleep(0.1)
+        resume = pool.submit(link.control.resume)
+        with pytest.raises(EngineError):
+            update.result()
+        with pytest.raises(EngineError, match="mix of two versions"):
+            resume.result()
+    assert link.control.is_paused()
 
 
 class Asked:

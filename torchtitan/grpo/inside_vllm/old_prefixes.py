@@ -1,10 +1,11 @@
 """A request that was asked before an update of weights finds no prefix that the old weights computed.
 
 A request's salt is the version that the server had when it was asked. If an update in flight keeps keys and values, the
-new weights alone sample the answer of a request that waited in vLLM's queue, or came a moment after the update. But it
-would read what the old ones have cached under that salt. `SamplerCheck` would then find its log-probabilities wrong for
-their version, and the server faulty. Only of a prompt that was half computed then, such a request may still find the
-rest.
+new weights alone sample the answer of a request that waited in vLLM's queue, or came during the update or a moment
+after. But it would read what the old ones have cached under that salt. `SamplerCheck` would then find its
+log-probabilities wrong for their version, and the server faulty. So those that waited find none. A request that comes
+with another salt than the served version, or with none, gets one that has both: it shares with its like. Only of a
+prompt that was half computed then, a request that waited may still find the rest.
 """
 
 import functools
@@ -18,10 +19,11 @@ def install(engine: Any) -> None:
         engine: The `EngineCoreProc`, with `set_weight_version`.
     """
     from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.request import RequestStatus
+    from vllm.v1.request import Request, RequestStatus
 
     scheduler = engine.scheduler
     manager, set_state, add = scheduler.kv_cache_manager, scheduler.set_pause_state, scheduler.add_request
+    _ = Request.update_block_hashes
     find, evict, groups = manager.block_pool.get_cached_block, manager.evict_blocks, manager.num_kv_cache_groups
     set_version, salt = engine.set_weight_version, ""
 
@@ -49,8 +51,10 @@ def install(engine: Any) -> None:
 
     @functools.wraps(add)
     def add_request(request: Any) -> None:
-        if salt and request.cache_salt != salt:
-            request.skip_reading_prefix_cache = True
+        if salt and request.cache_salt != salt and request.request_id not in scheduler.requests:  # no session goes on
+            request.cache_salt = f"{request.cache_salt or ''} under {salt}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
         add(request)
 
     scheduler.set_pause_state, scheduler.add_request = forget_and_set, add_request

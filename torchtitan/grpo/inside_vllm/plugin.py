@@ -149,7 +149,7 @@ def set_up_engine_core(engine: Any) -> None:
         change("marks of versions", before_vllm_0_32.mark_versions, None)
     change("bundles", lambda: bundled_outputs.install(engine), "it sends its API server every token by itself")
     change("slots", lambda: quick_slots.install(engine.scheduler), "it takes longer to schedule many answers")
-    change("prefixes", lambda: old_prefixes.install(engine), "requests that wait may find old prefixes")
+    change("prefixes", lambda: old_prefixes.install(engine), "requests from before an update may find old prefixes")
 
 
 def end_with_parent() -> None:

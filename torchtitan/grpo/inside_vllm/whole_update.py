@@ -2,10 +2,11 @@
 
 vLLM has a route each to start, update, finish and resume. The server generates nothing until the last has come, and
 each waits for its turn in a trainer and an API server that are busy. Here the engine core takes these steps itself. If
-one fails, the server stays paused.
+one fails, the server stays paused. The routes to start and to finish are not for our backend.
 """
 
 import functools
+import gc
 import logging
 from typing import Any
 
@@ -30,8 +31,11 @@ def in_worker(worker: Any, update_info: dict[str, Any]) -> str:
     except Exception as error:
         logger.exception("The weight update failed")
         worker._weight_update_active = False
-        return str(error) or repr(error)
-    return ""
+        failure = str(error) or repr(error)
+    else:
+        return ""
+    gc.collect()  # the error's traceback had buckets
+    return failure
 
 
 def in_engine_core(engine: Any, update_info: dict[str, Any], resume: bool) -> None:

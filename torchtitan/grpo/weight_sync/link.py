@@ -336,8 +336,8 @@ class GroupLink(ReceiverLink):
             self._wait_in_flight(0)
             feed.release(len(buckets))
             self.seconds["wire"] = time.perf_counter() - wire_started
-            replied = self._acknowledge(feed.expected())
-            self._take_into_service(feed.version, replied)
+            acknowledged = self._acknowledge(feed.expected())
+            self._take_into_service(feed.version, acknowledged)
         return self.seconds
 
     def _post(self, wire: torch.Tensor, payload_bytes: int, filled: torch.cuda.Event | None) -> None:

@@ -157,10 +157,8 @@ class EmbeddedApp:
         temperature = bodies.checked_temperature(body.get("prompt_logprobs_temperature", 1.0))
         if not temperature:
             raise BadRequest("prompt_logprobs_temperature must be over 0")
-        if self.torn:
-            return _error(503, "a weight update failed or is not finished: the weights are a mix of two versions")
         model = self.generator.model
-        logprobs = await self._call(lambda: token_logprobs(model, sequences, temperature, top_k))
+        logprobs = await self._call_whole(lambda: token_logprobs(model, sequences, temperature, top_k))
         return web.json_response(completions(self.model_name, logprobs))
 
     async def tokenize(self, http: web.Request) -> web.Response:
@@ -214,9 +212,7 @@ class EmbeddedApp:
         return web.json_response({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
-        if self.torn:
-            raise BadRequest("a weight update failed or is not finished: the weights are a mix of two versions")
-        await asyncio.wrap_future(self.worker.resume())
+        await self._call_whole(self.worker.resume)
         return web.json_response({"status": "resumed"})
 
     async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
@@ -257,8 +253,6 @@ class EmbeddedApp:
         receiver, model = self._receiver, self.generator.model
         if receiver is None:
             raise BadRequest("call /init_weight_transfer_engine first")
-        if not self.worker.paused:
-            raise BadRequest("pause the server before a weight update")
         if not isinstance(update_info, dict):
             raise BadRequest("update_info must be an object")
         info = UpdateInfo(**update_info)
@@ -266,6 +260,8 @@ class EmbeddedApp:
         served = AdapterInfo(**adapter) if adapter is not None else None
 
         def take() -> None:
+            if not self.worker.paused:
+                raise BadRequest("pause the server before a weight update")
             self.torn = True  # until an update succeeds
             update = ModelUpdate(model, served, receiver.names)
             receiver.receive(update_info, update.load, update.check_complete, copies=True)
@@ -279,19 +275,29 @@ class EmbeddedApp:
     def _serve(self, version: str, resume: bool) -> None:
         """All of this version is here."""
         self.generator.version, self.torn = version, False
-        self.worker.paused = self.worker.paused and not resume
+        if resume:
+            self.worker.resume()
 
     async def collective_rpc(self, http: web.Request) -> web.Response:
         """vLLM's route, with the one method that our plug-in adds there."""
         if (await bodies.json_of(http)).get("method") != FINGERPRINTS:
             raise BadRequest(f"this server knows the method {FINGERPRINTS} alone")
-        if self.torn:
-            raise BadRequest("a weight update failed or is not finished: the weights are a mix of two versions")
         model = self.generator.model
-        return web.json_response({"results": [await self._call(lambda: held_fingerprints(model))]})
+        return web.json_response({"results": [await self._call_whole(lambda: held_fingerprints(model))]})
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.worker.call(function))
+
+    async def _call_whole(self, function: Callable[[], Any]) -> Any:
+        """Refused if the weights are torn when its turn comes on the generation thread."""
+
+        def call() -> Any:
+            if self.torn:
+                what = "a weight update failed or is not finished: the weights are a mix of two versions"
+                raise web.HTTPServiceUnavailable(text=what)
+            return function()
+
+        return await self._call(call)
 
     # State
 

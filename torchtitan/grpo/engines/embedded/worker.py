@@ -70,14 +70,12 @@ class GenerationWorker(threading.Thread):
         self.call(begin)
         return done
 
-    def resume(self) -> Future:
-        def resume() -> None:
-            for done, _ in self._draining:
-                done.set_exception(RuntimeError("resumed before the running requests were done"))
-            self._draining.clear()
-            self.paused = False
-
-        return self.call(resume)
+    def resume(self) -> None:
+        """On this thread, by `call`."""
+        for done, _ in self._draining:
+            done.set_exception(RuntimeError("resumed before the running requests were done"))
+        self._draining.clear()
+        self.paused = False
 
     def close(self, timeout_s: float) -> None:
         """End all requests with the tokens that they have, and stop. Waits at most `timeout_s` for the current step."""
