@@ -92,6 +92,7 @@ def reply():
     server = ServingTokens.__new__(ServingTokens)
     server.enable_log_outputs = server.enable_prompt_tokens_details = False
     server._logprobs_tokenizer = lambda text_mode: None
+    server.engine_client = SimpleNamespace(engine_core=SimpleNamespace(client_count=2))  # vLLM before 0.32 looks
     made = server.serve_tokens_full_generator(request, results(), "r", "m", SimpleNamespace())
     return asyncio.run(made).model_dump()["choices"]
 
