@@ -228,6 +228,8 @@ class Core:
 
     def collective_rpc(self, method: str) -> None: ...
 
+    def set_weight_version(self, weight_version: str) -> None: ...
+
     def pause_scheduler(self, mode: str = "abort") -> None: ...
 
 
@@ -274,9 +276,12 @@ def test_a_request_that_is_aborted_between_steps_is_forgotten(core: Core) -> Non
     assert core.output_queue.empty()
 
 
-def test_a_pause_that_aborts_sends_experts_first_and_new_weights_send_tokens_alone(core: Core) -> None:
+@pytest.mark.parametrize(("call", "told"), [("collective_rpc", TAKE), ("set_weight_version", "7@r")])
+def test_a_pause_that_aborts_sends_experts_first_and_new_weights_send_tokens_alone(
+    core: Core, call: str, told: str
+) -> None:
     step(core, entry("a", 0, routed_experts=experts(0)))
-    core.collective_rpc(TAKE)
+    getattr(core, call)(told)
     (sent,) = core.output_queue.get_nowait()[1].outputs
     assert sent.new_token_ids == [0] and sent.routed_experts is None
     step(core, entry("a", 1, routed_experts=experts(1)))

@@ -292,7 +292,8 @@ def messages(entries: list[Any]) -> list[list[Any]]:
 
 
 def install(engine: Any) -> None:
-    """Bundle the outputs of one `EngineCoreProc`: wrap what it does with them. All of it runs in its one thread."""
+    """Bundle the outputs of one `EngineCoreProc`, which has `set_weight_version`: wrap what it does with them. All of it
+    runs in its one thread."""
     if (tokens := tokens_per_entry()) == 1:
         return
     from vllm.sampling_params import RequestOutputKind
@@ -300,7 +301,7 @@ def install(engine: Any) -> None:
 
     scheduler, requests = engine.scheduler, engine.scheduler.requests
     update, finish, call_workers = scheduler.update_from_output, scheduler.finish_requests, engine.collective_rpc
-    pause, set_version = engine.pause_scheduler, getattr(engine, "set_weight_version", None)
+    pause, set_version = engine.pause_scheduler, engine.set_weight_version
     attach_version = getattr(engine, "_attach_weight_version", lambda outputs: None)
 
     def may_wait(request_id: str) -> bool:
@@ -360,16 +361,14 @@ def install(engine: Any) -> None:
             send_all(experts=True)
         return pause(mode, *args, **kwargs)
 
+    @functools.wraps(set_version)
+    def send_before_new_version(weight_version: str) -> None:
+        send_all()
+        set_version(weight_version)
+
     scheduler.update_from_output, scheduler.finish_requests = update_and_bundle, finish_and_forget
     engine.collective_rpc, engine.pause_scheduler = send_before_new_weights, send_before_abort
-    if set_version is not None:
-
-        @functools.wraps(set_version)
-        def send_before_new_version(weight_version: str) -> None:
-            send_all()
-            set_version(weight_version)
-
-        engine.set_weight_version = send_before_new_version
+    engine.set_weight_version = send_before_new_version
     logger.info("Answers that are read when complete leave the engine %d tokens at a time.", tokens)
 
 
