@@ -292,8 +292,8 @@ def messages(entries: list[Any]) -> list[list[Any]]:
 
 
 def install(engine: Any) -> None:
-    """Bundle the outputs of one `EngineCoreProc`, which has `set_weight_version`: wrap what it does with them. All of it
-    runs in its one thread."""
+    """Bundle the outputs of one `EngineCoreProc` with `set_weight_version`: wrap what it does with them. All of it runs
+    in its one thread."""
     if (tokens := tokens_per_entry()) == 1:
         return
     from vllm.sampling_params import RequestOutputKind
